@@ -1,4 +1,4 @@
-"""Fine-tune experts so that they merge well, merge them well, and prove it.
+"""Fine-tune models for merging, merge them, and measure what each merge keeps.
 
 Importing this package loads no framework: public names are resolved on first use, and
 `__init__.pyi` says their types.

@@ -1,6 +1,6 @@
 """Batches of samples, as training, evaluation and curvature have them: counted, cut and moved.
 
-What is of a sample lies in dimension 0 of a tensor.
+Dimension 0 of a tensor is the sample.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ IGNORED = -100
 """The label at a token that is no answer's."""
 
 
-def labels_of(batch: Batch) -> Tensor:
+def find_labels(batch: Batch) -> Tensor:
     """The labels of a batch.
 
     Raises:
@@ -37,7 +37,7 @@ def labels_of(batch: Batch) -> Tensor:
 
 def count_samples(batch: Batch) -> int:
     """How many samples a batch has."""
-    return len(labels_of(batch))
+    return len(find_labels(batch))
 
 
 def take_samples(batch: Batch, start: int, stop: int) -> Batch:
@@ -61,7 +61,7 @@ def pin_memory(batch: Batch) -> Batch:
     return _map_tensors(Tensor.pin_memory, batch)
 
 
-def tensors_of(batch: Batch) -> list[Tensor]:
+def list_tensors(batch: Batch) -> list[Tensor]:
     """Its tensors."""
     plain = dict(batch) if isinstance(batch, Mapping) else batch
     return [value for value in tree_leaves(plain) if isinstance(value, Tensor)]

@@ -68,12 +68,12 @@ def answer(arguments: Sequence[str], command: str = "mergekit-lab") -> str | Non
     named = any(each.startswith("--config-name") for each in translate(list(arguments)))
     if named or not {"--help", "-h"} & set(arguments):
         return None
-    folders = list(_config_dirs(arguments))
+    folders = list(_list_config_dirs(arguments))
     return HELP.format(
         command=command,
         groups="\n\n".join(
             f"{'+' if group in _ADDED else ''}{group}=OPTION\n\n{list_options(group, folders)}"
-            for group in _groups()
+            for group in _list_groups()
         ),
     )
 
@@ -95,19 +95,19 @@ def translate(arguments: list[str]) -> list[str]:
     `+shipped=…`. Hydra's grammar knows no ×, which tables are asked for with (`table=optimizer×merger`;
     `optimizer x merger` and `optimizer*merger` are the same), and no option between two settings.
     """
-    settings, options = _part_options(arguments)
+    settings, options = _split_options(arguments)
     settings = [_TIMES.sub("*", each) if each.startswith("table=") else each for each in settings]
-    read = [*settings, *_shipped([*settings, *options]), *options]
+    read = [*settings, *_add_shipped([*settings, *options]), *options]
     for position, each in enumerate(read):
         name = each.removeprefix(_EXPERIMENT).removeprefix("stage=")
         if name != each and name in COMMANDS:
             return [f"--config-name={name}", *read[:position], *read[position + 1 :]]
-        if each.startswith(_EXPERIMENT) and (command := _command_of(name, read)):
+        if each.startswith(_EXPERIMENT) and (command := _find_command(name, read)):
             return [f"--config-name={command}", *read]
     return read
 
 
-def _part_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def _split_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Settings (`key=value`), and options with what belongs to them (`--config-dir FOLDER`)."""
     settings: list[str] = []
     options: list[str] = []
@@ -119,31 +119,31 @@ def _part_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return settings, options
 
 
-def _command_of(experiment: str, arguments: list[str]) -> str | None:
+def _find_command(experiment: str, arguments: list[str]) -> str | None:
     """The command that an experiment in a user's folder is for."""
-    for folder in _config_dirs(arguments):
+    for folder in _list_config_dirs(arguments):
         file = folder / "experiment" / f"{experiment}.yaml"
-        if file.is_file() and (found := re.search(r"^command: *(\w+)", file.read_text(errors="replace"), re.M)):
-            return found[1]
+        if file.is_file() and (match := re.search(r"^command: *(\w+)", file.read_text(errors="replace"), re.M)):
+            return match[1]
     return None
 
 
-def _shipped(arguments: Iterable[str]) -> list[str]:
+def _add_shipped(arguments: Iterable[str]) -> list[str]:
     """What draws a paper's figure on the data that ships, after its experiment."""
     given = set(arguments)
     if _SHIPPED_SUITE not in given or any(each.startswith("+shipped=") for each in given):
         return []
     names = [each.removeprefix(_EXPERIMENT) for each in given if each.startswith(_EXPERIMENT)]
     files = [file for name in names if (file := conf_dir() / "experiment" / f"{name}.yaml").is_file()]
-    found = [re.search(r"^shipped: (\w+)$", f.read_text(), re.M) for f in files]
-    return [f"+shipped={match[1]}" for match in found if match]
+    matches = [re.search(r"^shipped: (\w+)$", f.read_text(), re.M) for f in files]
+    return [f"+shipped={match[1]}" for match in matches if match]
 
 
 def check_config_files(arguments: list[str]) -> None:
     """Refuse YAML in a user's folders that Hydra would choke on; see `read_yaml_text`."""
     searched = [each.partition("=")[2] for each in arguments if _SEARCH_PATH in each]
     named = [Path(path) for each in searched for path in re.findall(r"(?:file://)?([^][,'\"\s]+)", each)]
-    for folder in (*_config_dirs(arguments), *named):
+    for folder in (*_list_config_dirs(arguments), *named):
         for file in sorted(folder.rglob("*.y*ml")) if folder.is_dir() else ():
             if file.is_file() and read_yaml_text(file).startswith("\ufeff"):
                 raise InputError(
@@ -152,7 +152,7 @@ def check_config_files(arguments: list[str]) -> None:
                 )
 
 
-def _config_dirs(arguments: Sequence[str]) -> Iterator[Path]:
+def _list_config_dirs(arguments: Sequence[str]) -> Iterator[Path]:
     for each, following in zip(arguments, [*arguments[1:], ""], strict=True):
         option, equals, value = each.partition("=")
         if option in _CONFIG_DIR:
@@ -170,13 +170,15 @@ def explain(error: Exception, arguments: Sequence[str] = ()) -> str:
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         if not option:
-            return f"{list_options(group, _config_dirs(arguments))}\n{group}= names none: choose one of these"
+            return (
+                f"{list_options(group, _list_config_dirs(arguments))}\n{group}= names none: choose one of these"
+            )
         options = [*error.options, *(COMMANDS if group == "experiment" else ())]
         return f"there is no {group} {option!r}{suggestion(option, options)}"
     if wrong := re.match(r"Could not override '([^']+)'", text):
         key = wrong[1].rpartition(".")[2]
         siblings = getattr(error.__cause__, "parent_node", None)
-        names = _top_level_names() if siblings is None else map(str, siblings)
+        names = _list_top_level_names() if siblings is None else map(str, siblings)
         known = {name for name in names if name not in ("hydra", "command") and not name.startswith("_")}
         return f"unknown key {wrong[1]!r}{suggestion(key, known)}"
     cause = error.__cause__ or error.__context__
@@ -203,13 +205,13 @@ def list_options(group: str, folders: Iterable[Path] = ()) -> str:
     width = max(map(len, files), default=0)
     room = max(30, shutil.get_terminal_size((110, 24)).columns - width - 5)
     return "\n\n".join(
-        "\n".join(f"  {name:<{width}}  {_first_comment(files[name], room)}".rstrip() for name in block)
+        "\n".join(f"  {name:<{width}}  {_read_first_comment(files[name], room)}".rstrip() for name in block)
         for block in blocks
         if block
     )
 
 
-def _first_comment(file: Path, room: int) -> str:
+def _read_first_comment(file: Path, room: int) -> str:
     """A file's first line that says what it is for."""
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith("#") and not line.startswith("# @package"):
@@ -218,7 +220,7 @@ def _first_comment(file: Path, room: int) -> str:
     return ""
 
 
-def _groups() -> list[str]:
+def _list_groups() -> list[str]:
     """The groups, an experiment's first, and those last that a command line only adds to."""
     files = conf_dir().rglob("*.yaml")
     names = {str(file.parent.relative_to(conf_dir())) for file in files if file.parent != conf_dir()}
@@ -226,7 +228,7 @@ def _groups() -> list[str]:
     return sorted(mine, key=lambda name: (name != "experiment", name in _ADDED, name))
 
 
-def _top_level_names() -> Iterable[str]:
+def _list_top_level_names() -> Iterable[str]:
     """Groups, and keys of `main.yaml`."""
     keys = re.findall(r"^(\w+):", (conf_dir() / "main.yaml").read_text(), re.M)
-    return {*keys, *_groups()} - {"defaults"}
+    return {*keys, *_list_groups()} - {"defaults"}

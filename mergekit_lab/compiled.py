@@ -27,8 +27,8 @@ _OPTIONS: dict[str, Any] = {"fallback_random": True}
 """Dropout draws as it does where the model is not compiled."""
 
 
-def pays(device: torch.device, steps: int, model: nn.Module) -> bool:
-    """What `training.compile=auto` decides: by the kind of device, the number of steps and the model's size."""
+def is_worthwhile(device: torch.device, steps: int, model: nn.Module) -> bool:
+    """What `training.compile=auto` decides, by kind of device, number of steps and model size."""
     large = sum(p.numel() for p in model.parameters()) >= _LARGE
     return device.type == "cuda" and steps >= PAYS_FROM and large and _has_compiler()
 
@@ -41,15 +41,15 @@ def _has_compiler() -> bool:
 
 
 def compile_model(model: nn.Module, use: Callable[[nn.Module], object], setting: str) -> nn.Module:
-    """`model` compiled, with the same parameters; `model` itself, and a line of the log, where that fails.
+    """Compile `model`, sharing its parameters. If that fails, log it and return `model` itself.
 
     Args:
         model: its parameters, gradients and buffers stay as they are.
-        use: does with the model that it is given what will be done with it; called once, to compile.
-        setting: the name under which users ask for it, such as "training.compile".
+        use: does with a model what will be done with it. It is called once, to compile here and not later.
+        setting: the name of the user's setting, such as "training.compile".
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiler_cache()))
-    log.info("compiling the model: half a minute to two, or seconds where it was compiled before")
+    log.info("compiling the model: half a minute to two minutes, or seconds if it was compiled before")
     begun = time.monotonic()
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:

@@ -1,5 +1,4 @@
-"""Who reads the output: a person, or nobody any more, as where a pager was quit or a disk is full. What is
-computed goes on."""
+"""Output for a person, or for nobody: a pager was quit, or a disk is full. The computation continues."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import Any
 
 
 class PlainFormatter(logging.Formatter):
-    """Messages alone; those of a warning begin with the word."""
+    """Formats only the message; a warning's begins with the word."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)

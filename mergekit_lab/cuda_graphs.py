@@ -14,7 +14,7 @@ DEVICES = ("cuda",)
 """Kinds of devices that have such graphs."""
 
 
-class Card:
+class GraphStream:
     """Where graphs are recorded: a stream of a CUDA device, and the memory that all recordings share.
 
     Its stream waits for the one that is in use, and is waited for.

@@ -1,4 +1,4 @@
-"""`failure.json`: what a folder says of work that has no result."""
+"""`failure.json`: marks a folder whose work has no result, with the reason."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ FILE = "failure.json"
 
 
 def write_failure(folder: Path, overrides: list[str], error: str) -> None:
-    """Say what was asked for, as on the command line, and why there is no result."""
+    """Write the overrides of the command line, and why there is no result."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FILE).write_text(json.dumps({"overrides": overrides, "error": error}, indent=1) + "\n")
 

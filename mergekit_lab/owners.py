@@ -19,7 +19,7 @@ _LARGEST = 2**31 - 1
 
 def identify_process() -> dict[str, Any]:
     """This process, as JSON holds it."""
-    return _namespace() | {"pid": os.getpid(), "started": _read_start(os.getpid())}
+    return _read_namespace() | {"pid": os.getpid(), "started": _read_start(os.getpid())}
 
 
 def has_ended(owner: Mapping[str, Any]) -> bool:
@@ -29,7 +29,7 @@ def has_ended(owner: Mapping[str, Any]) -> bool:
     must be waited for.
     """
     pid = owner.get("pid")
-    here = all(owner.get(name) == value for name, value in _namespace().items())
+    here = all(owner.get(name) == value for name, value in _read_namespace().items())
     if not here or type(pid) is not int or not 0 < pid <= _LARGEST:
         return False
     try:
@@ -42,7 +42,7 @@ def has_ended(owner: Mapping[str, Any]) -> bool:
     return bool(started and owner.get("started") and started != owner["started"])
 
 
-def _namespace() -> dict[str, Any]:
+def _read_namespace() -> dict[str, Any]:
     """Where the number of a process of this one's surroundings means something."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino

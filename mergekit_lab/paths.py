@@ -8,7 +8,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def conf_dir() -> Path:
-    """The Hydra configuration: inside the installed package, or beside it in a source checkout."""
+    """The Hydra configuration: inside the installed package, or next to it in a source checkout."""
     inside = _PACKAGE / "conf"
     return inside if inside.is_dir() else _PACKAGE.parent / "conf"
 

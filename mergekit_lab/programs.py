@@ -37,7 +37,7 @@ def start(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: 
         InputError: a user's mistake. `failure.json` in the folder says so too, unless results of an earlier
             run lie there, which a mistake leaves as they are, or no work was begun and nobody named the folder.
     """
-    with _leave_failures(cfg, folder, overrides):
+    with leave_failures(cfg, folder, overrides):
         if cfg.get("command") in COMMANDS:
             if not any(each.startswith("+") for each in overrides):  # such a key may be what is mistyped
                 refuse_unset(cfg)
@@ -60,7 +60,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 @contextmanager
-def _leave_failures(cfg: DictConfig, folder: Path, overrides: list[str]) -> Iterator[None]:
+def leave_failures(cfg: DictConfig, folder: Path, overrides: list[str]) -> Iterator[None]:
     """Leave `failure.json` and the configuration where the program fails."""
     finished = _holds_results(folder) and not _in_sweep()
     try:
@@ -76,15 +76,15 @@ def _leave_failures(cfg: DictConfig, folder: Path, overrides: list[str]) -> Iter
         with suppress(OSError):  # the disk may be what failed
             write_failure(folder, overrides, f"{type(error).__name__}: {error}")
             (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
-        from mergekit_lab.store.store import says_full
+        from mergekit_lab.store.store import is_full
 
-        if isinstance(error, OSError) and not says_full(error):
+        if isinstance(error, OSError) and not is_full(error):
             where = Path(error.filename2 or error.filename or "/")
             if where.is_relative_to(folder):
                 raise InputError(
                     f"{where} cannot be written ({error.strerror}): move it away, or set run_dir=PATH"
                 ) from error
-        if isinstance(error, InputError) or not says_full(error):
+        if isinstance(error, InputError) or not is_full(error):
             raise
         raise InputError(
             f"no room for more in the run's folder {folder} ({error}): free some, or set run_dir=PATH; what "

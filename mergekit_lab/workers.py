@@ -1,9 +1,9 @@
 """Processes that work on this machine's devices: many jobs over a pool, or one job together.
 
-A process a device, because of the interpreter's lock and because a CUDA context belongs to a process. A
-worker sees its own device alone (`CUDA_VISIBLE_DEVICES`), lives through many jobs, and ends with its parent.
-On Linux workers are forked from one process, a server that `multiprocessing` keeps for this, because importing
-Lightning and its kin takes seconds, and several processes at once take longer for it.
+A process a device, because of the interpreter's lock and because a CUDA context belongs to a process. A worker
+sees only its device (`CUDA_VISIBLE_DEVICES`), runs many jobs, and ends with its parent. On Linux workers are
+forked from one process, a server that `multiprocessing` keeps for this, because importing Lightning and its kin
+takes seconds, and several processes at once take longer for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 from mergekit_lab.console import outlive_console
 from mergekit_lab.errors import InputError
-from mergekit_lab.machine import usable_cores
+from mergekit_lab.machine import count_cores
 
 _FORKED = sys.platform == "linux"  # elsewhere libraries that a process has loaded do not stand a fork
 _PROCESSES: Any = multiprocessing.get_context("forkserver" if _FORKED else "spawn")
@@ -60,7 +60,7 @@ class Outcome:
 class Pool:
     """One worker a device; each takes the next job when it is free.
 
-    A job that raises is a failed outcome, and the others go on. A worker that dies (killed, out of memory, a
+    A job that raises becomes a failed outcome, and the others run. A worker that dies (killed, out of memory, a
     crash in a library) is replaced, and its job is tried once more.
 
     Args:
@@ -91,12 +91,12 @@ class Pool:
         waiting, tries = deque(range(len(jobs))), [0] * len(jobs)
         while any(outcome is None for outcome in outcomes):
             for position in range(len(self.devices)):
-                worker = self._worker(position) if waiting else None
+                worker = self._take_worker(position) if waiting else None
                 if worker is not None and worker.job is None:
                     number = waiting.popleft()
                     tries[number] += 1
                     worker.start(number, function, jobs[number])
-            for position, number, outcome in self._finished():
+            for position, number, outcome in self._collect_finished():
                 if outcome is None:
                     exitcode = self._bury(position)
                     if tries[number] < 2:
@@ -108,13 +108,13 @@ class Pool:
                 done(number, outcome)
         return [outcome for outcome in outcomes if outcome is not None]
 
-    def _worker(self, position: int) -> _Worker:
+    def _take_worker(self, position: int) -> _Worker:
         worker = self._workers[position]
         if worker is None or (worker.job is None and not worker.process.is_alive()):
             worker = self._workers[position] = _Worker(self.devices[position], len(self.devices))
         return worker
 
-    def _finished(self) -> Iterator[tuple[int, int, Outcome | None]]:
+    def _collect_finished(self) -> Iterator[tuple[int, int, Outcome | None]]:
         """Jobs that are over: (position of the device, job's number, outcome); None where the worker died."""
         busy = {w.channel: (n, w) for n, w in enumerate(self._workers) if w is not None and w.job is not None}
         for channel in wait(list(busy)):
@@ -133,7 +133,7 @@ class Pool:
         worker, self._workers[position] = self._workers[position], None
         assert worker is not None
         worker.process.join()
-        return _ending(worker.process.exitcode)
+        return _describe_exit(worker.process.exitcode)
 
     def dismiss(self) -> None:
         """Let idle workers end; none is waited for."""
@@ -142,7 +142,7 @@ class Pool:
                 worker.channel.close()
 
     def close(self) -> None:
-        """End all workers; what they are doing is told to stop, and killed if it does not within 8 s."""
+        """End all workers. Their jobs are asked to stop, and killed after 8 s."""
         workers = [worker for worker in self._workers if worker is not None]
         for worker in workers:
             worker.channel.close()
@@ -154,7 +154,7 @@ class Pool:
 class _Worker:
     def __init__(self, device: str, sharers: int) -> None:
         self.device = device
-        self.channel, self.process = _start(_seeing([device]), sharers)
+        self.channel, self.process = _start(_limit_devices([device]), sharers)
         self.job: int | None = None
 
     def start(self, number: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -163,7 +163,7 @@ class _Worker:
 
 
 def raise_on_sigterm() -> None:
-    """Let SIGTERM end this process as Ctrl-C does, so that what is held is given back."""
+    """Make SIGTERM end this process as Ctrl-C does, so that locks are released."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
@@ -188,7 +188,7 @@ def leave(code: int) -> NoReturn:
 
 
 def import_ahead(modules: Sequence[str]) -> None:
-    """Begin to import what workers will want, once for all of them, while this process goes on.
+    """Import in the background what workers will need, once for all of them.
 
     Workers are forked from a process that has imported these modules, has no threads at work and has never
     touched a GPU. To be called before the first worker is started; without it, each imports for itself.
@@ -206,7 +206,7 @@ def import_ahead(modules: Sequence[str]) -> None:
 def _start(environment: Mapping[str, str], sharers: int) -> tuple[Connection, Any]:
     """A process that does what is sent through the channel, which knows this environment beside ours."""
     ours, theirs = _PROCESSES.Pipe()
-    surroundings = ({**os.environ, **environment}, tempfile.gettempdir(), _threads(sharers))
+    surroundings = ({**os.environ, **environment}, tempfile.gettempdir(), _count_threads(sharers))
     process = _PROCESSES.Process(target=_serve, args=(theirs, *surroundings))
     process.start()
     theirs.close()
@@ -253,7 +253,7 @@ def _answer(channel: Connection) -> int:
         channel.send((value, error, mistake, time.monotonic() - begun))
 
 
-def together(function: Callable[..., Any], arguments: tuple[Any, ...], devices: Sequence[str]) -> Any:
+def run_together(function: Callable[..., Any], arguments: tuple[Any, ...], devices: Sequence[str]) -> Any:
     """What rank 0 returns of `function(*arguments)`, run by one process a device that can talk to each other.
 
     Processes find `MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE`, `RANK` and `LOCAL_RANK` set. If one fails, the
@@ -271,7 +271,7 @@ def together(function: Callable[..., Any], arguments: tuple[Any, ...], devices: 
     try:
         for rank in range(len(devices)):
             mine = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
-            channel, process = _start(shared | _seeing(devices) | mine, len(devices))
+            channel, process = _start(shared | _limit_devices(devices) | mine, len(devices))
             channels.append(channel)
             processes.append(process)
             channel.send((function, arguments))
@@ -296,7 +296,7 @@ def _collect(channels: list[Connection], processes: list[Any]) -> list[Any]:
                 value, error, mistake, _ = channels[rank].recv()
             except (EOFError, OSError):
                 processes[rank].join()
-                ending = _ending(processes[rank].exitcode)
+                ending = _describe_exit(processes[rank].exitcode)
                 raise RuntimeError(f"process {rank} of {len(channels)} died ({ending})") from None
             if error is not None:
                 raise InputError(error) if mistake else RuntimeError(f"process {rank}: {error}")
@@ -317,7 +317,7 @@ def stop(processes: Sequence[Any]) -> None:
             process.join()
 
 
-def _ending(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     if code is not None and code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}"
@@ -335,7 +335,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _seeing(devices: Sequence[str]) -> dict[str, str]:
+def _limit_devices(devices: Sequence[str]) -> dict[str, str]:
     """The environment in which these are the only CUDA devices, in this order."""
     indices = [int(d.partition(":")[2] or 0) for d in devices if d.startswith("cuda")]
     if not indices:
@@ -345,8 +345,8 @@ def _seeing(devices: Sequence[str]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[i] for i in indices)}
 
 
-def _threads(sharers: int) -> int | None:
+def _count_threads(sharers: int) -> int | None:
     """Cores divided among processes, unless the user has said how many threads there are."""
     if sharers < 2 or "OMP_NUM_THREADS" in os.environ:
         return None
-    return max(1, usable_cores() // sharers)
+    return max(1, count_cores() // sharers)

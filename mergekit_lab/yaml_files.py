@@ -63,7 +63,7 @@ def make_values(text: str, who: str) -> list[Any]:
 
 
 def explain_yaml(error: Exception) -> str:
-    """What is wrong with a YAML text, and where, as one line."""
+    """Explain a YAML text's error and its place in one line."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem:
         where = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
         return f"{error.problem[:200]}{where}"

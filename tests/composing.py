@@ -1,6 +1,6 @@
 """Configurations composed as the command line would, among them a quickstart shrunk to seconds."""
 
-from copy import deepcopy
+import pickle
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
@@ -12,7 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import OmegaConf, open_dict
 
 from mergekit_lab.command_line import translate
 from mergekit_lab.paths import conf_dir
@@ -47,17 +47,30 @@ def composed(overrides: list[str]):
     What is composed of the same options is composed once. Values are set in a copy of it, by Hydra's own code.
     """
     options, overrides = partition(translate(overrides))
-    parsed = OverridesParser.create().parse_overrides(overrides)
+    parsed = [parse(line) for line in overrides]
     groups = [each for each in parsed if is_group(each)]
     lines = tuple(str(each.input_line) for each in groups)
-    cfg = deepcopy(compose_options(options.get("--config-name", "main"), lines))
+    cfg = pickle.loads(compose_options(options.get("--config-name", "main"), lines))
     ConfigLoaderImpl._apply_overrides_to_config([each for each in parsed if each not in groups], cfg)
     cfg.hydra.overrides.task = [each.input_line for each in parsed if not each.is_hydra_override()]
-    HydraConfig.instance().set_config(cfg)
+    OmegaConf.set_readonly(cfg.hydra, True)
+    HydraConfig.instance().cfg = cfg
     choices = dict(cfg.hydra.runtime.choices)
+    cfg = copy(cfg)
     with open_dict(cfg):
         del cfg["hydra"]
     return cfg, choices
+
+
+def copy(config):
+    """As `deepcopy`, five times as fast."""
+    return pickle.loads(pickle.dumps(config))
+
+
+@cache
+def parse(line: str) -> Override:
+    (override,) = OverridesParser.create().parse_overrides([line])
+    return override
 
 
 def is_group(override: Override) -> bool:
@@ -65,25 +78,26 @@ def is_group(override: Override) -> bool:
     return "/" in key or override.package is not None or (conf_dir() / key).is_dir()
 
 
-_load, _loaded = ConfigRepository.load_config, dict[tuple[str, ...], ConfigResult | None]()
+_load, _loaded = ConfigRepository.load_config, dict[tuple[str, ...], bytes]()
 
 
 def load_once(repository: ConfigRepository, config_path: str) -> ConfigResult | None:
     """Hydra's reading of a file, which parses every file of every composition anew."""
     key = (*(source.path for source in repository.sources), config_path)
     if key not in _loaded:
-        _loaded[key] = _load(repository, config_path)
-    return deepcopy(_loaded[key])
+        _loaded[key] = pickle.dumps(_load(repository, config_path))
+    return pickle.loads(_loaded[key])
 
 
 @cache
-def compose_options(config_name: str, overrides: tuple[str, ...]) -> DictConfig:
+def compose_options(config_name: str, overrides: tuple[str, ...]) -> bytes:
     GlobalHydra.instance().clear()
     with (
         initialize_config_dir(str(conf_dir()), version_base="1.3"),
         patch.object(ConfigRepository, "load_config", load_once),
+        patch("hydra._internal.defaults_list._create_interpolation_map"),  # no defaults list here has any
     ):
-        return compose(config_name, list(overrides), return_hydra_config=True)
+        return pickle.dumps(compose(config_name, list(overrides), return_hydra_config=True))
 
 
 def partition(arguments: list[str]) -> tuple[dict[str, str], list[str]]:

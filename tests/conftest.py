@@ -1,21 +1,24 @@
+"""Fixtures of all rooms. Heavy imports are in functions: the process that hands tests out needs none."""
+
+from __future__ import annotations
+
 import gc
-import multiprocessing
 import re
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from pictures import save_one_pixel
-from tiny import TinyEncoder
-from torch import Tensor
 
-from hydra_plugins.mergekit_lab.local_launcher import MODULES
-from mergekit_lab.runs.train import IMPORTS
+if TYPE_CHECKING:
+    from tiny import TinyEncoder
+    from torch import Tensor
 
 gc.disable()  # imports and collection make a million objects, which stay
 
 
 def pytest_collection_finish() -> None:
-    multiprocessing.set_forkserver_preload([*MODULES, *IMPORTS])
+    from programs import share_imports
+
+    share_imports()
     gc.freeze()
     gc.enable()
     gc.set_threshold(10_000)
@@ -23,19 +26,24 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def encoder() -> TinyEncoder:
+    from tiny import TinyEncoder
+
     return TinyEncoder()
 
 
 @pytest.fixture(scope="session")
 def head() -> Tensor:
+    import torch
+
     return torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _pictures_of_one_pixel():
     """Modules that look at pictures have a fixture of this name that does nothing."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("matplotlib.figure.Figure.savefig", save_one_pixel)
+    from pictures import leave_undrawn
+
+    with leave_undrawn():
         yield
 
 

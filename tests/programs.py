@@ -1,14 +1,19 @@
 """Programs in processes of their own, without the seconds that their imports take.
 
-One process imports what a run needs. Each program runs in a fork of it, with its own folder, environment,
-output and exit code. The server that a program's workers are forked from is a second fork of it, a twin that
-waits until `multiprocessing` would start one, and that knows nothing of what the program has done since.
+One process imports what a run needs, for all of the tests' processes. Each program runs in a fork of it, with
+its own folder, environment, output and exit code. The server that a program's workers are forked from is a
+second fork of it, a twin that waits until `multiprocessing` would start one, and that knows nothing of what the
+program has done since.
 """
 
 import atexit
+import fcntl
 import functools
 import json
+import multiprocessing.util
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,22 +23,29 @@ from pathlib import Path
 from typing import IO, Any
 
 _SERVER = """
-import atexit, gc, json, multiprocessing.util, os, runpy, signal, socket, sys
+import atexit, gc, json, multiprocessing.util, os, runpy, select, signal, socket, sys
 sys.path.insert(0, "")
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 import hydra.main, lightning, open_clip, transformers
 import mergekit_lab.command_line, mergekit_lab.programs, mergekit_lab.runs.graph, mergekit_lab.runs.report
-import mergekit_lab.commands.merge_checkpoints
-import matplotlib.figure
-sys.path.insert(0, sys.argv[1])
+import mergekit_lab.commands.merge_checkpoints, mergekit_lab.runs.train
+listener, folder = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
+sys.path.insert(0, folder)
 import composing, pictures
 sys.path.pop(0)
-matplotlib.figure.Figure.savefig = pictures.save_one_pixel
+pictures.leave_undrawn().start()
 composing.composed([])
 composing.HydraConfig.instance().cfg = None
 composing.GlobalHydra.instance().clear()
 composing.ConfigRepository.load_config = composing.load_once
 spawn = multiprocessing.util.spawnv_passfds
+def move(request):
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+def be_fork_server(rest, passed):
+    numbers = ", ".join(map(str, passed))
+    exec(f"from multiprocessing.forkserver import main; main({numbers}, {rest}")
 def make_twin():
     ours, theirs = socket.socketpair()
     pid = os.fork()
@@ -43,8 +55,7 @@ def make_twin():
         if command:
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             theirs.close()
-            numbers = ", ".join(map(str, passed))
-            exec(f"from multiprocessing.forkserver import main; main({numbers}, {command.decode()}")
+            be_fork_server(command.decode(), passed)
         os._exit(0)
     theirs.close()
     def start(path, arguments, passed):
@@ -56,17 +67,7 @@ def make_twin():
         ours.close()
         return pid
     multiprocessing.util.spawnv_passfds = start
-gc.collect()
-gc.freeze()
-answers = os.fdopen(os.dup(1), "w")
-for line in os.fdopen(os.dup(0)):
-    request = json.loads(line)
-    child = os.fork()
-    if child:
-        print(child, file=answers, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=answers, flush=True)
-        continue
-    answers.close()
+def run_program(request):
     for number, path in enumerate((os.devnull, request["out"], request["err"])):
         if path == "closed pipe":
             reader, opened = os.pipe()
@@ -75,9 +76,7 @@ for line in os.fdopen(os.dup(0)):
             opened = os.open(path, os.O_WRONLY if number else os.O_RDONLY)
         os.dup2(opened, number)
         os.close(opened)
-    os.chdir(request["folder"])
-    os.environ.clear()
-    os.environ.update(request["environment"])
+    move(request)
     make_twin()
     sys.argv = ["mergekit_lab", *request["arguments"]]
     code = 0
@@ -96,30 +95,96 @@ for line in os.fdopen(os.dup(0)):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-os._exit(0)
+gc.collect()
+gc.freeze()
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+asker = None
+while asker is None:
+    ready, _, _ = select.select([0, listener], [], [])
+    if 0 in ready:
+        os._exit(0)
+    asker, _ = listener.accept()
+    if os.fork():
+        asker.close()
+        asker = None
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+listener.close()
+passed = socket.recv_fds(asker, 1, 2)[1]
+lines = asker.makefile()
+if passed:
+    request = json.loads(lines.readline())
+    move(request)
+    be_fork_server(request["rest"], passed)
+    os._exit(0)
+for line in lines:
+    request = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.close(asker.detach())
+        run_program(request)
+        break
+    asker.sendall(f"{child}\\n".encode())
+    asker.sendall(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\\n".encode())
+else:
+    os._exit(0)
 """
 """Where the console works, a fork ends without taking its modules down, which costs two seconds."""
 
 
+def _connect() -> socket.socket:
+    """A channel to the server, which the first of the tests' processes starts for all."""
+    name = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    folder = Path(tempfile.gettempdir(), f"programs-{name}")
+    folder.mkdir(exist_ok=True)
+    channel, address = socket.socket(socket.AF_UNIX), str(folder / "socket")
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            channel.connect(address)
+        except OSError:
+            Path(address).unlink(missing_ok=True)
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(address)
+                listener.listen(16)
+                number = listener.fileno()
+                command = [sys.executable, "-c", _SERVER, str(number), str(Path(__file__).parent)]
+                server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[number])
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            atexit.register(server.communicate)  # it ends with this process, what it forked does not
+            channel.connect(address)
+    return channel
+
+
+def share_imports() -> None:
+    """Have `multiprocessing` fork workers from the server's imports, in place of importing all once more."""
+    spawn = multiprocessing.util.spawnv_passfds
+
+    def start(path: Any, arguments: Any, passed: Any) -> int:
+        begun, _, rest = arguments[-1].partition(", ".join(map(str, passed)) + ", ")
+        if not begun.endswith("forkserver import main; main("):
+            return spawn(path, arguments, passed)
+        request = {"rest": rest, "folder": os.getcwd(), "environment": dict(os.environ)}
+        with _connect() as channel:
+            socket.send_fds(channel, [b" ", json.dumps(request).encode(), b"\n"], passed)
+            lives = [(os.POSIX_SPAWN_DUP2, channel.fileno(), 0)]
+            return os.posix_spawnp("cat", ["cat"], os.environ, file_actions=lives)  # a child that ends with it
+
+    multiprocessing.util.spawnv_passfds = start
+
+
 @functools.cache
-def _server() -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", _SERVER, str(Path(__file__).parent)]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    atexit.register(server.communicate)  # it ends when nobody can ask any more
-    return server
+def _server() -> tuple[socket.socket, IO[str]]:
+    channel = _connect()
+    channel.sendall(b" ")  # and no numbers of files with it
+    return channel, channel.makefile()
 
 
 def _ask(request: dict[str, Any]) -> None:
-    stdin = _server().stdin
-    assert stdin is not None
-    stdin.write(json.dumps(request) + "\n")
-    stdin.flush()
+    _server()[0].sendall(json.dumps(request).encode() + b"\n")
 
 
 def _answer() -> int:
-    stdout = _server().stdout
-    assert stdout is not None
-    return int(stdout.readline())
+    return int(_server()[1].readline())
 
 
 @dataclass

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
     [
         "README.md",
         "docs/mergers.md",
+        "docs/add_merger.md",
         "docs/merging_checkpoints.md",
         "docs/curvature.md",
         "docs/finetuning.md",

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from mergekit_lab.commands.prepare import read_devices
-from mergekit_lab.machine import free_bytes, list_devices, usable_cores
+from mergekit_lab.machine import count_cores, count_free_bytes, list_devices
 from mergekit_lab.runs.run import resolve_devices
 
 
@@ -24,15 +24,15 @@ def test_cores_that_were_taken_away_do_not_count() -> None:
 def test_all_cores_count_where_the_system_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 5)
-    assert usable_cores() == 5
+    assert count_cores() == 5
     monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert usable_cores() == 1
+    assert count_cores() == 1
 
 
 def test_the_disk_of_a_folder_that_is_not_there_yet_is_asked(tmp_path, monkeypatch) -> None:
     asked = []
     monkeypatch.setattr("shutil.disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=7))
-    assert free_bytes(tmp_path / "a/b") == 7
+    assert count_free_bytes(tmp_path / "a/b") == 7
     assert asked == [tmp_path]
 
 

@@ -12,8 +12,8 @@ from programs import start_program
 
 from hydra_plugins.mergekit_lab import local_launcher
 from mergekit_lab import InputError
-from mergekit_lab.machine import usable_cores
-from mergekit_lab.workers import Pool, stop, together
+from mergekit_lab.machine import count_cores
+from mergekit_lab.workers import Pool, run_together, stop
 
 
 def test_jobs_that_fail_or_die_are_told_and_the_others_go_on(tmp_path, monkeypatch) -> None:
@@ -32,7 +32,7 @@ def test_jobs_that_fail_or_die_are_told_and_the_others_go_on(tmp_path, monkeypat
         assert outcome.error is None
         name, card, threads = outcome.value.rsplit(" ", 2)
         assert (name, card) == (kind, {"cuda:0": "4", "cuda:1": "7"}[outcome.device])
-        assert int(threads) == max(1, usable_cores() // 2)
+        assert int(threads) == max(1, count_cores() // 2)
     assert (wrong.error, wrong.mistake) == ("rho must be positive", True)
     assert (broken.error, broken.mistake) == ("ValueError: a bug", False)
     assert dies.error == "its worker died twice (killed by SIGKILL)"
@@ -40,10 +40,10 @@ def test_jobs_that_fail_or_die_are_told_and_the_others_go_on(tmp_path, monkeypat
 
 
 def test_processes_that_work_together_know_their_rank_and_end_when_one_fails() -> None:
-    assert together(rank, (None,), ["cpu", "cpu"]) == ("0", "0", "2", "127.0.0.1")
+    assert run_together(rank, (None,), ["cpu", "cpu"]) == ("0", "0", "2", "127.0.0.1")
     begun = time.monotonic()
     with pytest.raises(InputError, match="this rank has a mistake"):
-        together(rank, (1,), ["cpu", "cpu"])
+        run_together(rank, (1,), ["cpu", "cpu"])
     assert time.monotonic() - begun < 30
 
 

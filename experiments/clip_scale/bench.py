@@ -102,12 +102,12 @@ def evaluation(backbone: OpenClip, task: Noise, device: torch.device, batch: int
         rates = {"forward": [], "test part, from files": [], "validation part, resident": []}
         with torch.inference_mode():
             for _ in range(3):
-                objective._logits(model, some)
+                objective._compute_logits(model, some)
             for _ in range(3 if precision == "bfloat16" else 1):
                 rounds = max(1, task.images // batch)
                 begun = _now()
                 for _ in range(rounds):
-                    objective._logits(model, some).argmax(1)
+                    objective._compute_logits(model, some).argmax(1)
                 rates["forward"].append(rounds * batch / (_now() - begun))
                 for part, name in (
                     ("test", "test part, from files"),

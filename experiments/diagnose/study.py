@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mergekit_lab.analysis import Interference, measure_layers
 from mergekit_lab.checkpoints import open_checkpoint
-from mergekit_lab.commands.diagnose import pairs
+from mergekit_lab.commands.diagnose import list_pairs
 from mergekit_lab.evaluation import score
 from mergekit_lab.merging import TaskArithmetic
 from mergekit_lab.merging.inputs import open_inputs
@@ -89,7 +89,7 @@ def main() -> None:
     cost = costs(run)
     rows = []
     found = measured(run)
-    for pair in pairs(found):
+    for pair in list_pairs(found):
         loss, alpha = cost[pair.experts]
         assert pair.harm is not None
         i, j = (found.experts.index(name) for name in pair.experts)

@@ -36,9 +36,9 @@ from composing import TINY
 from mergekit_lab.checkpoints import ShardedWriter, hash_file, open_checkpoint, write_tensors
 from mergekit_lab.errors import InputError
 from mergekit_lab.owners import identify_process
-from mergekit_lab.store import Store, content_key
+from mergekit_lab.store import Store, make_key
 from mergekit_lab.store.store import Workspace
-from mergekit_lab.store.upkeep import damages, half_made, remove, size, unreadable
+from mergekit_lab.store.upkeep import find_damages, find_half_made, find_unreadable, remove, size
 
 RUN = [*TINY, "merger=task_arithmetic", "joint=false", "training.steps=12", "training.validations=4"]
 HASHED = ("small", "store", "export", "cut")
@@ -244,7 +244,7 @@ def prepare_small(root: Path) -> None:
     for kind in ("experts", "evaluations"):
         for content in SMALL[:2]:
             Store(root).obtain(kind, content, make_small(content["seed"]))
-    cut = f"experts/{content_key(SMALL[2])}"
+    cut = f"experts/{make_key(SMALL[2])}"
     (root / "work" / cut / "resume").mkdir(parents=True)
     (root / "work" / cut / "resume/last.ckpt").write_text('{"step": 3}')
     (root / "locks" / cut.replace("/", "-")).mkdir()
@@ -257,9 +257,9 @@ def use_small(trial: Trial, wanted: dict) -> str:
     store, results = Store(trial.folder / "small", stale_after=0.5), trial.folder / "results"
 
     def look(removes: bool) -> None:
-        everything = [*store.artifacts(), *unreadable(store), *half_made(store)]
+        everything = [*store.artifacts(), *find_unreadable(store), *find_half_made(store)]
         sizes = [size(artifact) for artifact in everything]
-        wrong = damages([*store.artifacts(), *unreadable(store)])
+        wrong = find_damages([*store.artifacts(), *find_unreadable(store)])
         assert len(sizes) == len(everything)
         for damage in wrong if removes else ():
             remove(store, damage.folder)

@@ -121,7 +121,7 @@ def summary(context: "Run", records: "Sequence[Record]") -> dict:
     """Accuracies by task, coefficients, validation curves, and the task vectors' size."""
     import torch
 
-    from mergekit_lab.runs.finetune import expert_node, fit_node, task_settings
+    from mergekit_lab.runs.finetune import expert_node, fit_node, plan_settings
     from mergekit_lab.runs.run import load_state
     from mergekit_lab.runs.search import read_coefficient, search_node
 
@@ -154,7 +154,7 @@ def summary(context: "Run", records: "Sequence[Record]") -> dict:
         "expert_seconds": [
             context.need(expert_node(context, task)).info["wall_seconds"] for task in context.tasks
         ],
-        "steps": task_settings(context, next(iter(context.tasks))).steps,
+        "steps": plan_settings(context, next(iter(context.tasks))).steps,
     }
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from arms import BATCH, DECAY, LR, SEEDS, SOURCE, WITH_FISHERS, Bench, run_job
 
-from mergekit_lab.tasks.text import data_folder
+from mergekit_lab.tasks.text import find_data_folder
 
 TASKS = ("r8", "newsgroups", "tweets", "spam", "wordnet", "reviews", "stories")
 
@@ -187,7 +187,7 @@ def main() -> None:
     if options.worker:
         worker(planned(json.loads(Path(options.worker).read_text())))
         return
-    options.data = options.data or data_folder("text7")
+    options.data = options.data or find_data_folder("text7")
     options.work.mkdir(parents=True, exist_ok=True)
     options.gpus = torch.cuda.device_count()
     earlier = options.earlier or options.out

@@ -15,7 +15,7 @@ from rows import Rows
 from torch import Tensor, nn
 
 from mergekit_lab.optim import ASAM, SAM, MergOPT
-from mergekit_lab.workers import together
+from mergekit_lab.workers import run_together
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-5, weight_decay=0.1, fused=True)
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -30,7 +30,7 @@ def ddp(given: argparse.Namespace, rows: Rows) -> None:
     devices = ["cpu", "cpu"] if given.dry else [f"cuda:{n}" for n in given.devices]
 
     def measure() -> dict[str, Any]:
-        found = together(_ddp_rank, (given.dry, str(rows.file) + "l"), devices)
+        found = run_together(_ddp_rank, (given.dry, str(rows.file) + "l"), devices)
         for row in found:
             rows.add(row.pop("name"), lambda row=row: row)
         return {"rows": len(found)}
@@ -206,7 +206,7 @@ def fsdp(given: argparse.Namespace, rows: Rows) -> None:
     devices = ["cpu", "cpu"] if given.dry else [f"cuda:{n}" for n in given.devices]
 
     def measure() -> dict[str, Any]:
-        found = together(_fsdp_rank, (given.dry, given.shapes, str(rows.file) + "l"), devices)
+        found = run_together(_fsdp_rank, (given.dry, given.shapes, str(rows.file) + "l"), devices)
         for row in found:
             rows.add(row.pop("name"), lambda row=row: row)
         return {"rows": len(found)}

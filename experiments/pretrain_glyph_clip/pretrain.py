@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import affine_grid, avg_pool2d, grid_sample, log_softmax, normalize
 
 from mergekit_lab.tasks.glyphs import CANVAS, FAMILIES, stack
-from mergekit_lab.tasks.pretraining import pretraining_pairs
+from mergekit_lab.tasks.pretraining import list_pretraining_pairs
 
 ASSETS = Path(__file__).resolve().parents[2] / "mergekit_lab" / "assets"
 SIZE, START, END, CONTEXT = 32, 49406, 49407, 16
@@ -30,7 +30,7 @@ class Glyphs:
     """All captioned glyphs on the device; batches take device operations alone, as CUDA graphs need."""
 
     def __init__(self, device: torch.device):
-        pairs = pretraining_pairs()
+        pairs = list_pretraining_pairs()
         self.device = device
         self.bitmaps = stack(pairs).to(device)
         self.style = torch.tensor([STYLES.index(face.style) for face, _ in pairs], device=device)

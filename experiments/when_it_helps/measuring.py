@@ -44,10 +44,10 @@ from mergekit_lab.merging import Method, TaskArithmetic
 from mergekit_lab.merging.inputs import open_inputs
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.reporting import Tracker
-from mergekit_lab.runs.analyses.contract import sample, samples_of, states
+from mergekit_lab.runs.analyses.contract import read_states, sample, take_samples_of
 from mergekit_lab.runs.combine import merge_experts
 from mergekit_lab.runs.curvature import list_kinds, side_node
-from mergekit_lab.runs.finetune import fit_node, stage_finetune, task_settings
+from mergekit_lab.runs.finetune import fit_node, plan_settings, stage_finetune
 from mergekit_lab.runs.mergers import build_mergers
 from mergekit_lab.runs.run import Run
 from mergekit_lab.runs.settle import settle
@@ -84,7 +84,7 @@ def run_cell(cell: Cell, store: Path, more: Sequence[str] = (), small: bool = Fa
     bench = Bench(run)
     known: Values = {
         "world": cell.world, "axis": cell.axis, "value": cell.value, "arm": cell.arm, "seed": cell.seed,
-        "steps": task_settings(run, next(iter(run.tasks))).steps, "base_norm": vectors.base_norm,
+        "steps": plan_settings(run, next(iter(run.tasks))).steps, "base_norm": vectors.base_norm,
         "scale": run.plain["optimizer"].get("scale"), "rho": run.plain["optimizer"].get("rho"),
         "experts": bench.experts, "zero_shot": bench.zero_shot,
     }  # fmt: skip
@@ -179,7 +179,7 @@ class TaskVectors:
         self.base_norm = float(torch.cat([t.flatten() for t in floating.values()]).double().norm())
         self._vectors = {
             task: torch.cat([(state[n] - t).flatten() for n, t in floating.items()]).to(run.device)
-            for task, state in states(run, run.tasks).items()
+            for task, state in read_states(run, run.tasks).items()
         }
 
     def describe(self, tasks: Sequence[str]) -> Values:
@@ -202,7 +202,7 @@ class Bench:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        weights = Weights(run.model, run.base_state, states(run, run.tasks))
+        weights = Weights(run.model, run.base_state, read_states(run, run.tasks))
         weights.move({})
         self.zero_shot = self._score(run.tasks, "test")
         self.experts: dict[str, float] = {}
@@ -262,7 +262,7 @@ def merge_variants(run: Run, bench: Bench, seed: int) -> Values:
     found = {label: bench.merge(run, method, label, tasks) for label, method in methods.items()}
     plain = build_methods(run, {"epimer": {}}, seed)["epimer"]
     for count in SAMPLES:
-        other = run.variant({"curvature": {"samples": count}})
+        other = run.vary({"curvature": {"samples": count}})
         found[f"epimer samples {count}"] = bench.merge(other, plain, "epimer", tasks)
     return found
 
@@ -278,12 +278,12 @@ def study_bound(run: Run, seed: int, samples: int = 256) -> Values:
     plain = build_methods(run, {"epimer": as_proved}, seed)["epimer"]
     files = {task: run.obtain(side_node(run, "fisher", task)).file("fisher.safetensors") for task in tasks}
     fishers = {task: open_checkpoint(file, task) for task, file in files.items()}
-    ends = states(run, tasks)
+    ends = read_states(run, tasks)
     total = Interference(tuple(tasks), has_fishers=True)
     inputs = open_inputs(run.base_state, ends, TaskArithmetic())
     for layer, traces in measure_layers(inputs, fishers=fishers, rank=32, device=run.device):
         total.add(layer, traces)
-    chosen = samples_of(run, "train", samples)
+    chosen = take_samples_of(run, "train", samples)
     weights = Weights(run.model, run.base_state, {**ends, "merged": merge_experts(run, plain, tasks)})
     rises = []
     for task in tasks:
@@ -303,10 +303,10 @@ def study_bound(run: Run, seed: int, samples: int = 256) -> Values:
 
 def measure(run: Run, world: World) -> Values:
     """Curvature at the experts, cross-task linearity and disentanglement; what fails says why in a line."""
-    weights = Weights(run.model, run.base_state, states(run, run.tasks))
+    weights = Weights(run.model, run.base_state, read_states(run, run.tasks))
     names = list(run.tasks)
     pairs = [*pairwise(names), (names[-1], names[0])]
-    chosen = samples_of(run, "validation", 256)
+    chosen = take_samples_of(run, "validation", 256)
     size = run.cfg.evaluation_batch_size
 
     def curvature() -> Values:
@@ -317,9 +317,9 @@ def measure(run: Run, world: World) -> Values:
             parts = one.index.split(world.at_once)
             batches = [to_device(one.objective.batch("train", part), run.device) for part in parts]
             hessian = Hessian(one.objective.with_head(run.model), batches, causal=one.objective.causal)
-            top = top_eigenvalues(hessian, hessian.vector(run.seed), iterations=10, tolerance=0.02)
+            top = top_eigenvalues(hessian, hessian.draw_vector(run.seed), iterations=10, tolerance=0.02)
             tops.append(top.values[0])
-            traces.append(trace(hessian, hessian.vector(), products=12, seed=run.seed).value)
+            traces.append(trace(hessian, hessian.draw_vector(), products=12, seed=run.seed).value)
         return {"eigenvalue": sum(tops) / len(tops), "trace": sum(traces) / len(traces)}
 
     def linearity() -> Values:

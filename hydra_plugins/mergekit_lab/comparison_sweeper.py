@@ -61,13 +61,13 @@ class ComparisonSweeper(BasicSweeper):
     def sweep(self, arguments: list[str]) -> Any:
         from mergekit_lab.runs.given_up import forget
 
-        before = self._begun()
+        before = self._list_begun()
         given = {argument.lstrip("+~").split("=")[0] for argument in arguments}
         self.params = {name: values for name, values in (self.params or {}).items() if name not in given}
         self._refuse_missing(arguments)
         if "suite" in self.config and self.config.dry_run:
             return self._print_plan(arguments)
-        given_up = self._folder_for_failures()
+        given_up = self._note_folder_for_failures()
         try:
             return self._launch_all(arguments)
         finally:
@@ -79,7 +79,7 @@ class ComparisonSweeper(BasicSweeper):
             finally:
                 self._tell_launcher("close")
 
-    def _folder_for_failures(self) -> Path:
+    def _note_folder_for_failures(self) -> Path:
         """Where this sweep notes what it does not try again; every job has it in its environment."""
         from mergekit_lab.runs.given_up import SHARED, VARIABLE, name_folder
 
@@ -103,7 +103,7 @@ class ComparisonSweeper(BasicSweeper):
             return
         deciding = [
             override
-            for override in self._parsed(arguments)
+            for override in self._parse(arguments)
             if re.split(r"[.@/]", override.get_key_element())[0] not in _NEED_NOTHING
             and (override.is_discrete_sweep() or not override.is_sweep_override())
         ]
@@ -124,23 +124,23 @@ class ComparisonSweeper(BasicSweeper):
 
     def _launch_all(self, arguments: list[str]) -> Any:
         self._tell_launcher("ready")
-        jobs = self._jobs(arguments)
+        jobs = self.list_jobs(arguments)
         self._asked = len(jobs)
         self._train_first(jobs)
         return super().sweep(arguments)
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        """Jobs that `_runs` has composed are known to be legal: a fifth of a second each."""
+        """Jobs that `make_runs` has composed are known to be legal: a fifth of a second each."""
         super().validate_batch_is_legal([job for job in batch if tuple(job) not in self._composed])
 
-    def _parsed(self, arguments: Sequence[str]) -> list[Override]:
+    def _parse(self, arguments: Sequence[str]) -> list[Override]:
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         return parser.parse_overrides([*self._parse_config(), *arguments])
 
-    def _jobs(self, arguments: Sequence[str]) -> list[list[str]]:
-        return [job for batch in self.split_arguments(self._parsed(arguments), None) for job in batch]
+    def list_jobs(self, arguments: Sequence[str]) -> list[list[str]]:
+        return [job for batch in self.split_arguments(self._parse(arguments), None) for job in batch]
 
-    def _runs(self, jobs: Sequence[Sequence[str]]) -> dict[int, Any]:
+    def make_runs(self, jobs: Sequence[Sequence[str]]) -> dict[int, Any]:
         """The runs by job; a job that its own check will refuse has none."""
         from mergekit_lab.errors import InputError
         from mergekit_lab.runs.entry import refuse_missing
@@ -149,7 +149,7 @@ class ComparisonSweeper(BasicSweeper):
         from mergekit_lab.schema.run import check, with_chosen_merger
 
         shared: dict[str, Any] = {}
-        found = {}
+        runs = {}
         for number, overrides in enumerate(jobs):
             config = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
             self._composed.add(tuple(overrides))
@@ -162,17 +162,17 @@ class ComparisonSweeper(BasicSweeper):
                 config = settle(config)
                 check(config)
                 config = with_chosen_merger(config, said)
-                found[number] = Run(config, Path(), choices, shared)
+                runs[number] = Run(config, Path(), choices, shared)
             except InputError as error:
                 log.warning(f"#{number} will be refused: {error}")
-        return found
+        return runs
 
     def _print_plan(self, arguments: list[str]) -> None:
         from mergekit_lab.runs.plan import Plan
 
-        runs = self._runs(self._jobs(arguments))
+        runs = self.make_runs(self.list_jobs(arguments))
         if runs:
-            print(Plan.of(list(runs.values())).text())
+            print(Plan.unite(list(runs.values())).text())
 
     def _train_first(self, jobs: Sequence[Sequence[str]]) -> None:
         """Each shared training once; what fails is named by the jobs that need it, which do not try again."""
@@ -188,7 +188,7 @@ class ComparisonSweeper(BasicSweeper):
             or "finetune" not in list_stages(self.config)
         ):
             return
-        runs = self._runs(jobs)
+        runs = self.make_runs(jobs)
         numbers = list(runs)
         works = plan_shared_training(list(runs.values()))
         if not works or len(jobs) < 2:
@@ -199,28 +199,30 @@ class ComparisonSweeper(BasicSweeper):
                 *jobs[numbers[work.job]],
                 "stage=[finetune,curvature]",
                 *([] if work.only is None else [f"only=[{work.only}]"]),
-                f"hydra.sweep.subdir={SHARED}/{place}",
+                f"hydra.sweep.subdir={SHARED}/{number}",
             ]
-            for place, work in enumerate(works)
+            for number, work in enumerate(works)
         ]
         try:
             self.launcher.launch(trainings, initial_job_idx=0)
         except Exception:  # as submitit has it for a process that died
             log.exception("not all trainings have returned")
-        for place, work in enumerate(works):
-            job = f"{SHARED}/{place}"
+        for number, work in enumerate(works):
+            job = f"{SHARED}/{number}"
             for node in list_unmade(runs[numbers[work.job]], work):
                 message = f"{node.label} ({node.kind} {node.key}) could not be made in {job}, once for all jobs"
-                give_up(node.name, f"{message} of this sweep that need it: {self._reason(job)}", self._given_up)
+                give_up(
+                    node.name, f"{message} of this sweep that need it: {self._read_reason(job)}", self._given_up
+                )
 
-    def _reason(self, job: str) -> str:
+    def _read_reason(self, job: str) -> str:
         file = Path(self.config.hydra.sweep.dir, job, "failure.json")
         try:
             return str(json.loads(file.read_text())["error"])
         except (OSError, ValueError):
             return "its process died"
 
-    def _begun(self) -> dict[Path, int]:
+    def _list_begun(self) -> dict[Path, int]:
         """Jobs' folders, and when each was begun, by the clock of the file system."""
         marks = Path(self.config.hydra.sweep.dir).glob("*/.hydra/overrides.yaml")
         return {m.parents[1]: m.stat().st_mtime_ns for m in marks if m.parents[1].name.isdigit()}
@@ -237,7 +239,7 @@ class ComparisonSweeper(BasicSweeper):
         from mergekit_lab.runs.compare import report_sweep
 
         try:
-            out, now = Path(self.config.hydra.sweep.dir), self._begun()
+            out, now = Path(self.config.hydra.sweep.dir), self._list_begun()
             jobs = {job for job, when in now.items() if before.get(job) != when}
             if jobs:
                 jobs |= {out / str(n) for n in range(self._asked)} - now.keys()

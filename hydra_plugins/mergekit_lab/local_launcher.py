@@ -67,7 +67,7 @@ class LocalLauncher(Launcher):
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         Path(self.config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
         if self._pool is None:
-            self._pool = Pool(self._devices())
+            self._pool = Pool(self._list_devices())
         devices = self._pool.devices
         log.info(f"{len(job_overrides)} jobs on {len(devices)} devices ({', '.join(devices)})")
         shared = cloudpickle.dumps(
@@ -105,13 +105,13 @@ class LocalLauncher(Launcher):
             self._pool.close()
             self._pool = None
 
-    def _devices(self) -> list[str]:
-        from mergekit_lab.machine import list_devices, usable_cores
+    def _list_devices(self) -> list[str]:
+        from mergekit_lab.machine import count_cores, list_devices
 
         if self.devices is not None:
             return list(self.devices)
         devices = list_devices()
-        return devices if devices != ["cpu"] else ["cpu"] * max(1, usable_cores() // 2)
+        return devices if devices != ["cpu"] else ["cpu"] * max(1, count_cores() // 2)
 
 
 @dataclass(frozen=True)

@@ -65,9 +65,9 @@ class OptunaSweeper(ComparisonSweeper):
     def _launch_all(self, arguments: list[str]) -> list[Sequence[JobReturn]]:
         import optuna
 
-        last = {override.get_key_element(): override for override in self._parsed(arguments)}
+        last = {override.get_key_element(): override for override in self._parse(arguments)}
         parsed = list(last.values())
-        space = {o.get_key_element(): _distribution(o) for o in parsed if o.is_sweep_override()}
+        space = {o.get_key_element(): _make_distribution(o) for o in parsed if o.is_sweep_override()}
         if not space:
             raise CompactHydraException(
                 "there is nothing to search: give a key several values, or interval(a,b)"
@@ -123,7 +123,7 @@ class OptunaSweeper(ComparisonSweeper):
         OmegaConf.save(OmegaConf.create(results), Path(self.config.hydra.sweep.dir) / RESULTS)
 
 
-def _distribution(override: Override) -> Any:
+def _make_distribution(override: Override) -> Any:
     """What Optuna chooses from: numbers of an `interval` or `range`, else one of the values as written."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 

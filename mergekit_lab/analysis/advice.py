@@ -32,20 +32,31 @@ class Advice:
     evidence: str
 
 
-def advise(found: Interference) -> list[Advice]:
+def advise(measured: Interference) -> list[Advice]:
     """Suggestions for merging these experts, the method first; or why there is nothing to merge."""
-    unmoved = [_unmoved(name) for name, norm in zip(found.experts, found.total.norms, strict=True) if norm == 0]
-    moved = len(found.experts) - len(unmoved)
+    unmoved = [
+        _say_unmoved(name)
+        for name, norm in zip(measured.experts, measured.total.norms, strict=True)
+        if norm == 0
+    ]
+    moved = len(measured.experts) - len(unmoved)
     if moved == 0:
         return unmoved
     if moved == 1:
-        return [*unmoved, _single(found)]
-    if _apart(found) < _ALIKE:
-        return [*unmoved, _alike(found), *_scales(found), *_norms(found)]
-    return [*unmoved, _method(found), _rank(found), *_scales(found), *_norms(found), *_pairs(found)]
+        return [*unmoved, _advise_on_one(measured)]
+    if _measure_gap(measured) < _ALIKE:
+        return [*unmoved, _advise_on_equals(measured), *_advise_scales(measured), *_advise_norms(measured)]
+    return [
+        *unmoved,
+        _advise_method(measured),
+        _rank(measured),
+        *_advise_scales(measured),
+        *_advise_norms(measured),
+        *_advise_pairs(measured),
+    ]
 
 
-def _unmoved(name: str) -> Advice:
+def _say_unmoved(name: str) -> Advice:
     return Advice(
         text=f"leave {name} out, or look whether it is the right checkpoint",
         because=f"{name} equals the base: its task vector is zero",
@@ -53,8 +64,8 @@ def _unmoved(name: str) -> Advice:
     )
 
 
-def _single(found: Interference) -> Advice:
-    (name,) = (n for n, norm in zip(found.experts, found.total.norms, strict=True) if norm > 0)
+def _advise_on_one(measured: Interference) -> Advice:
+    (name,) = (n for n, norm in zip(measured.experts, measured.total.norms, strict=True) if norm > 0)
     return Advice(
         text=f"nothing to merge: use {name} as it is, or give two experts or more",
         because=f"{name} is the only expert with a task vector",
@@ -62,23 +73,24 @@ def _single(found: Interference) -> Advice:
     )
 
 
-def _alike(found: Interference) -> Advice:
+def _advise_on_equals(measured: Interference) -> Advice:
     return Advice(
         text="merger=average loses next to nothing here, and any one of them would do as well",
-        because=f"they are nearly equal: cosines of {float(_between(found).min()):.4f} or more between task "
-        f"vectors, which lie at most {100 * _apart(found):.1f} % of their length apart",
+        because=f"they are nearly equal: cosines of {float(_select_pairs(measured).min()):.4f} or more between "
+        f"task vectors, which lie at most {100 * _measure_gap(measured):.1f} % of their length apart",
         evidence="arithmetic: the average of equal models is that model. At a cosine of .99 it holds no "
         "more: SGD's experts of a language model 76.0, average 42.9, TSV-M 57.9 (experiments/mergopt_smollm2)",
     )
 
 
-def _method(found: Interference) -> Advice:
-    cosine, lost = float(_between(found).mean()), 100 * float(_between(found, found.total.canceling).mean())
+def _advise_method(measured: Interference) -> Advice:
+    cosine = float(_select_pairs(measured).mean())
+    lost = 100 * float(_select_pairs(measured, measured.total.canceling).mean())
     return Advice(
         text="merger=tsvm, its coefficient searched on validation; merger=task_arithmetic where a merge must "
         "be cheap; no plain average",
-        because=f"{len(found.experts)} experts with a mean cosine of {cosine:.2f} between task vectors, which "
-        f"lose {lost:.0f} % of what they share to opposite signs",
+        because=f"{len(measured.experts)} experts with a mean cosine of {cosine:.2f} between task vectors, "
+        f"which lose {lost:.0f} % of what they share to opposite signs",
         evidence="test accuracy of average / task arithmetic / TSV-M, three seeds: 73.7 / 86.0 / 91.7 on four "
         "tasks, 68.3 / 79.9 / 86.3 on eight, with coefficients of 0.4 to 0.7 and 1.4 to 1.6 "
         "(experiments/pretrain_glyph_clip: one small image backbone); experts of a language model 76.5, "
@@ -90,8 +102,8 @@ def _method(found: Interference) -> Advice:
     )
 
 
-def _rank(found: Interference) -> Advice:
-    spectra = [layer.spectra for layer in found.layers if layer.spectra]
+def _rank(measured: Interference) -> Advice:
+    spectra = [layer.spectra for layer in measured.layers if layer.spectra]
     if not spectra:
         return Advice("no rank to choose", "there are no matrices among the tensors", "none needed")
     energy = 100 * float(torch.stack([s.energy.mean() for s in spectra]).median())
@@ -106,10 +118,10 @@ def _rank(found: Interference) -> Advice:
     )
 
 
-def _scales(found: Interference) -> list[Advice]:
-    if not found.has_fishers:
+def _advise_scales(measured: Interference) -> list[Advice]:
+    if not measured.has_fishers:
         return []
-    low, high = float(found.fisher_traces.min()), float(found.fisher_traces.max())
+    low, high = float(measured.fisher_traces.min()), float(measured.fisher_traces.max())
     if high <= _SCALES * low:
         return []
     factor = high / max(low, 1e-300)
@@ -124,8 +136,8 @@ def _scales(found: Interference) -> list[Advice]:
     ]
 
 
-def _norms(found: Interference) -> list[Advice]:
-    norms = found.total.norms
+def _advise_norms(measured: Interference) -> list[Advice]:
+    norms = measured.total.norms
     typical = float(norms.median())
     return [
         Advice(
@@ -133,13 +145,13 @@ def _norms(found: Interference) -> list[Advice]:
             because=f"its task vector is {float(norm) / typical:.1f} times as long as the median one",
             evidence="no study here yet",
         )
-        for name, norm in zip(found.experts, norms, strict=True)
+        for name, norm in zip(measured.experts, norms, strict=True)
         if typical > 0 and float(norm) > _LONG * typical
     ]
 
 
-def _pairs(found: Interference) -> list[Advice]:
-    low, high = (float(x) for x in torch.aminmax(_between(found)))
+def _advise_pairs(measured: Interference) -> list[Advice]:
+    low, high = (float(x) for x in torch.aminmax(_select_pairs(measured)))
     return [
         Advice(
             text="read the pairs as where task vectors collide, not as a forecast of accuracy: evaluate merges",
@@ -150,16 +162,16 @@ def _pairs(found: Interference) -> list[Advice]:
     ]
 
 
-def _between(found: Interference, matrix: torch.Tensor | None = None) -> torch.Tensor:
+def _select_pairs(measured: Interference, matrix: torch.Tensor | None = None) -> torch.Tensor:
     """The entries of pairs of different experts that moved, by default their cosines."""
-    moved = found.total.norms > 0
+    moved = measured.total.norms > 0
     off = ~torch.eye(len(moved), dtype=torch.bool) & moved & moved[:, None]
-    return (found.total.cosine if matrix is None else matrix)[off]
+    return (measured.total.cosine if matrix is None else matrix)[off]
 
 
-def _apart(found: Interference) -> float:
+def _measure_gap(measured: Interference) -> float:
     """The largest `‖δ_i − δ_j‖` of a pair that moved, as a share of the shorter of the two."""
-    norms = found.total.norms
-    squares = norms.square() + norms.square()[:, None] - 2 * found.total.dots
+    norms = measured.total.norms
+    squares = norms.square() + norms.square()[:, None] - 2 * measured.total.dots
     shorter = torch.minimum(norms, norms[:, None]).clamp_min(1e-300)
-    return float(_between(found, squares.clamp_min(0).sqrt() / shorter).max())
+    return float(_select_pairs(measured, squares.clamp_min(0).sqrt() / shorter).max())

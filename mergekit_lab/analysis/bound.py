@@ -79,12 +79,12 @@ def measure_bound(deltas: Tensor, fishers: Tensor, rank: int) -> Bound:
         shares = torch.full((1, experts), 1 / experts, dtype=torch.float64, device=deltas.device)
         merged, _ = solve_mean(atoms, inside, fishers[None], shares, _FLOOR, shares.new_ones(experts))
     center = atoms.lift(merged)[0]
-    found = Bound()
+    bound = Bound()
     for t in range(experts):
         curvature, delta = fishers[t].double() + _FLOOR, deltas[t].double()
         own = atoms.lift(inside[:, t])[0]
         terms = [
             float((curvature * step.square()).sum()) / experts for step in (center - own, delta - own, delta)
         ]
-        found.add(Bound(*terms))
-    return found
+        bound.add(Bound(*terms))
+    return bound

@@ -1,4 +1,4 @@
-"""How task vectors stand to each other, tensor by tensor: what says whether their experts can share a model.
+"""How task vectors overlap and conflict, tensor by tensor.
 
 Everything is read once, a tensor at a time and in blocks, so memory is a few copies of the largest tensor
 whatever the size of the model.
@@ -29,7 +29,7 @@ _KEPT = 16
 
 @dataclass
 class Sums:
-    """What is added up over entries; everything else is a ratio of these. All `[T, T]` float64.
+    """Sums over entries, of which all other measures are ratios. All `[T, T]` float64.
 
     Attributes:
         dots: `δ_i · δ_j`.
@@ -85,17 +85,17 @@ class Sums:
 
     @property
     def cosine(self) -> Tensor:
-        return _ratio(self.dots, self.norms[:, None] * self.norms)
+        return _divide(self.dots, self.norms[:, None] * self.norms)
 
     @property
     def sign_conflict(self) -> Tensor:
         """Of the entries that both move, the share they move in opposite directions; ½ for unrelated ones."""
-        return _ratio(self.against, self.both)
+        return _divide(self.against, self.both)
 
     @property
     def canceling(self) -> Tensor:
         """Of the length that both hold, the share that cancels in the sum; ½ for unrelated ones."""
-        return _ratio(self.lost, self.shared)
+        return _divide(self.lost, self.shared)
 
 
 @dataclass
@@ -208,10 +208,10 @@ def measure_layers(
     """
     require_whole("rank", rank, 1)
     for name in inputs.merged:
-        yield _layer(inputs, name, fishers, rank, torch.device(device), seed)
+        yield _measure_layer(inputs, name, fishers, rank, torch.device(device), seed)
 
 
-def _layer(
+def _measure_layer(
     inputs: Inputs,
     name: str,
     fishers: Mapping[str, Checkpoint] | None,
@@ -222,7 +222,7 @@ def _layer(
     base, tensors = inputs.base[name], [expert[name] for expert in inputs.experts.values()]
     weights = None
     if fishers is not None:
-        weights = [_fisher(fishers[expert], name, base.shape) for expert in inputs.experts]
+        weights = [_read_fisher(fishers[expert], name, base.shape) for expert in inputs.experts]
     sums, squares = Sums.zero(len(tensors)), 0.0
     traces = torch.zeros(len(tensors), dtype=torch.float64)
     flat = base.reshape(-1)
@@ -242,7 +242,7 @@ def _layer(
         squares += float(origin.square().sum(dtype=torch.float64))
     spectra = bound = None
     if base.dim() == 2 and min(base.shape) > 1:
-        spectra = _spectra(base, tensors, sums.norms, rank, device, seed)
+        spectra = _measure_spectra(base, tensors, sums.norms, rank, device, seed)
         if weights is not None:
             origin = base.to(device).float()
             deltas = torch.stack([tensor.to(device).float() for tensor in tensors]) - origin
@@ -250,7 +250,7 @@ def _layer(
     return Layer(name, tuple(base.shape), squares**0.5, sums, spectra, bound), traces
 
 
-def _fisher(checkpoint: Checkpoint, name: str, shape: torch.Size) -> Tensor:
+def _read_fisher(checkpoint: Checkpoint, name: str, shape: torch.Size) -> Tensor:
     if name not in checkpoint or checkpoint[name].shape != shape:
         raise InputError(f"{checkpoint.label} has no tensor {name!r} of shape {list(shape)}")
     return checkpoint[name]
@@ -269,14 +269,14 @@ def _refuse_fisher(weights: list[Tensor], inputs: Inputs, fishers: Mapping[str, 
                 )
 
 
-def _spectra(
+def _measure_spectra(
     base: Tensor, tensors: list[Tensor], norms: Tensor, rank: int, device: torch.device, seed: int
 ) -> Spectra:
     k = max(1, min(rank, min(base.shape) // len(tensors)))
     origin = base.to(device).float()
     lefts, rights, values = [], [], []
     for tensor in tensors:
-        u, s, v = _leading(tensor.to(device).float() - origin, k, seed)
+        u, s, v = _find_leading(tensor.to(device).float() - origin, k, seed)
         lefts.append(u)
         rights.append(v)
         values.append(s.double().cpu())
@@ -286,14 +286,14 @@ def _spectra(
     return Spectra(
         rank=k,
         values=sigma[:, :_KEPT],
-        stable_rank=_ratio(squares, sigma[:, 0].square()),
-        energy=_ratio(sigma.square().sum(dim=1), squares).clamp_max(1),
+        stable_rank=_divide(squares, sigma[:, 0].square()),
+        energy=_divide(sigma.square().sum(dim=1), squares).clamp_max(1),
         overlap=torch.stack(alike).mean(dim=0).double().cpu(),
         chance=(k / base.shape[0] + k / base.shape[1]) / 2,
     )
 
 
-def _leading(matrix: Tensor, k: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def _find_leading(matrix: Tensor, k: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """The k leading singular triplets: exact for small matrices, by subspace iteration for large ones."""
     if min(matrix.shape) <= _EXACT:
         u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
@@ -304,7 +304,7 @@ def _leading(matrix: Tensor, k: int, seed: int) -> tuple[Tensor, Tensor, Tensor]
     return u[:, :k], s[:k], v[:, :k]
 
 
-def _ratio(above: Tensor, below: Tensor) -> Tensor:
+def _divide(above: Tensor, below: Tensor) -> Tensor:
     return torch.where(below > 0, above / below.clamp_min(1e-300), torch.zeros_like(above))
 
 

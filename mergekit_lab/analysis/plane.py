@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mergekit_lab.backbones import Objective
-from mergekit_lab.backbones.objective import device_of
+from mergekit_lab.backbones.objective import find_device
 from mergekit_lab.batches import IGNORED, Batch, to_device
 from mergekit_lab.curvature import likelihood
 from mergekit_lab.errors import InputError, listing
@@ -164,10 +164,10 @@ def evaluate_line(
     return curves
 
 
-def barrier(values: Sequence[float], positions: Sequence[float]) -> float:
+def measure_barrier(values: Sequence[float], positions: Sequence[float]) -> float:
     """The largest rise of a loss above the straight line between its ends (Frankle et al. 2020); at least 0.
 
-    NaN where a loss is not finite.
+    NaN if a loss is not finite.
 
     Args:
         values: along a path.
@@ -212,11 +212,11 @@ def cross_task_linearity(
     totals = dict.fromkeys(blocks, 0.0)
     for sample in samples:
         for part in sample.index.split(batch_size):
-            batch = to_device(sample.objective.batch(sample.part, part), device_of(model))
+            batch = to_device(sample.objective.batch(sample.part, part), find_device(model))
             outputs = []
             for point in points:
                 weights.move(point)
-                outputs.append(_outputs(model, sample.objective, blocks, batch))
+                outputs.append(_record_outputs(model, sample.objective, blocks, batch))
             merged, one, other = outputs
             for name in blocks:
                 near = functional.cosine_similarity(merged[name], (one[name] + other[name]) / 2, dim=1)
@@ -225,14 +225,14 @@ def cross_task_linearity(
     return {name: total / count for name, total in totals.items()}
 
 
-def _outputs(
+def _record_outputs(
     model: nn.Module, objective: Objective, blocks: Mapping[str, nn.Module], batch: Batch
 ) -> dict[str, Tensor]:
     """What each block gives for a batch, `[N, …]` flattened, in float32; 0 where a text is padded."""
     kept: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[..., None]:
-        tokens = _tokens(batch, objective.causal, name)
+        tokens = _find_tokens(batch, objective.causal, name)
 
         def hook(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
             tensor = (output if isinstance(output, Tensor) else output[0]).float()
@@ -249,7 +249,7 @@ def _outputs(
     return kept
 
 
-def _tokens(batch: Batch, causal: bool, block: str) -> Tensor | None:
+def _find_tokens(batch: Batch, causal: bool, block: str) -> Tensor | None:
     """Where tokens are and no padding, `[N, L]`, of what enters a block; None for other data than text."""
     if not isinstance(batch, Mapping):
         return None

@@ -1,4 +1,4 @@
-"""Pretrained models to fine-tune, how they learn a task, and what of them trains."""
+"""Pretrained models to fine-tune, how they learn a task, and which of their weights train."""
 
 from .classification import Classifier, ImageObjective
 from .clip_layouts import as_image_tower, from_transformers, to_transformers

@@ -1,4 +1,4 @@
-"""What others need to know of attention: which weights are its projections, which path it takes."""
+"""Attention: which weights are its projections, and which kernels compute it."""
 
 import re
 
@@ -14,11 +14,11 @@ _PROJECTIONS = {
 _PACKED = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
-def attention_weights(model: nn.Module) -> list[str]:
+def list_attention_weights(model: nn.Module) -> list[str]:
     """Names of the query, key, value and output matrices of all attention in `model`.
 
-    By name, as open_clip, timm, torch and transformers call them: a projection's name, somewhere below a module
-    whose name has "attn" or "attention" in it.
+    They are found by the names of open_clip, timm, torch and transformers: a projection's name below a module
+    whose name contains "attn" or "attention".
     """
     return [name for name, p in model.named_parameters() if p.ndim == 2 and _is_projection(name)]
 
@@ -33,9 +33,9 @@ def _is_projection(name: str) -> bool:
 
 
 def keep_differentiable(model: nn.Module) -> None:
-    """Keep torch's own attention on the training path, which is the same function where it has no dropout.
+    """Keep torch's own attention on its training path, which computes the same without dropout.
 
-    In evaluation mode it may pick a fused kernel without a derivative under `torch.func` transforms.
+    In evaluation mode torch may choose a fused kernel that `torch.func` cannot differentiate.
     """
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention) and module.dropout == 0:
@@ -43,10 +43,10 @@ def keep_differentiable(model: nn.Module) -> None:
 
 
 def leave_out_cudnn() -> None:
-    """Let this process compute attention by any of torch's kernels but cuDNN's, which recent GPUs prefer.
+    """Exclude cuDNN's attention, which recent GPUs prefer, from this process's kernels.
 
-    Under a mask, a token that may see nothing, as padding at a prompt's start, comes out of it as NaN, and so
-    does every token after it, for a weight of 0 keeps a NaN. Its gradients are NaN at some lengths, too
-    (pytorch/pytorch, issue 196678). For the whole process: a backward pass may compute a forward pass again.
+    It returns NaN for a token whose mask allows nothing, such as padding at a prompt's start. Tokens after it
+    become NaN too, because 0 · NaN is NaN. At some lengths its gradients are NaN (pytorch/pytorch, issue
+    196678). The setting is process-wide, because a backward pass may recompute a forward pass.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)

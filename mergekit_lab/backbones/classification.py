@@ -1,4 +1,4 @@
-"""Images by an encoder and a frozen head: cross-entropy of `features @ head.T`, top-1 accuracy.
+"""Classify images by an encoder and a frozen head: cross-entropy of `features @ head.T`, top-1 accuracy.
 
 Legend: N images, C classes, D embedding width.
 """
@@ -28,8 +28,8 @@ _AHEAD = 2
 class Classifier(nn.Module):
     """An encoder with a frozen head: `forward(images)` gives logits `[N, C] = features @ head.T`.
 
-    encoder: gives features `[N, D]`. head: `[C, D]`. The head is no parameter and stays out of `state_dict`:
-    what is trained, saved and merged is the encoder alone.
+    encoder: returns features `[N, D]`. head: `[C, D]`. The head is no parameter and not in `state_dict`: only
+    the encoder is trained, saved and merged.
     """
 
     head: Tensor
@@ -40,19 +40,19 @@ class Classifier(nn.Module):
         self.register_buffer("head", head.detach().clone(), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits `[N, C]` of images."""
+        """Compute the images' logits `[N, C]`."""
         features: Tensor = self.encoder(images)
         return features @ self.head.T
 
 
 @dataclass(frozen=True)
 class Crops:
-    """Random windows of training pictures, resized to squares, as the published recipe has them.
+    """Random windows of training pictures, resized to squares, as in the published recipe.
 
     Attributes:
-        scale: the window's share of the picture's area, from and to, in (0, 1].
-        flip: mirror every second picture, by chance.
-        side: of the squares, in pixels.
+        scale: range of the window's share of the picture's area, in (0, 1].
+        flip: mirror each picture with probability ½.
+        side: pixels of a square's side.
     """
 
     scale: tuple[float, float]
@@ -69,19 +69,19 @@ class Crops:
         generator = torch.Generator().manual_seed(seed)
         boxes = draw_boxes(torch.from_numpy(pictures.sizes), generator, self.scale)
         flips = torch.rand(len(boxes), generator=generator) < 0.5 if self.flip else None
-        return pictures.windows(boxes, self.side, flips) / 255
+        return pictures.cut_windows(boxes, self.side, flips) / 255
 
 
 class ImageObjective(Objective):
     """An image task with its head.
 
-    Validation images stay on a GPU once they are there, if they take no more than a quarter of what is free.
+    Validation images stay on a GPU if they take at most a quarter of its free memory.
 
     Args:
-        task: its images go to the encoder as they are, uint8.
-        head: frozen, `[C, D]`.
-        crops: of training pictures; None trains on the images as evaluation sees them.
-        precision: of the forward pass in evaluation: "float32" or "bfloat16".
+        task: its images go to the encoder as uint8.
+        head: `[C, D]`, frozen.
+        crops: crops of training pictures; None trains on the images that evaluation sees.
+        precision: arithmetic of the forward pass in evaluation, "float32" or "bfloat16".
     """
 
     task: ImageTask
@@ -98,7 +98,7 @@ class ImageObjective(Objective):
         self.crops = crops
         self.precision = precision
         self._resident: Tensor | None = None
-        self._reader: _Reader | None = None
+        self._reader: _ChunkReader | None = None
 
     def batch(self, part: Part, index: Tensor) -> tuple[Tensor, Tensor]:
         return self.task.samples(part).take(index)
@@ -107,7 +107,7 @@ class ImageObjective(Objective):
         if self.crops is None:
             return self.batch("train", index)
         samples = self.task.samples("train")
-        return samples.packed(index), samples.labels[index]
+        return samples.pack(index), samples.labels[index]
 
     def augment(self, batch: Any, seed: int) -> Batch:
         if self.crops is None:
@@ -129,15 +129,15 @@ class ImageObjective(Objective):
     def expect(self, part: Part, chunks: Sequence[Tensor]) -> None:
         self._reader = None
         if self.head.is_cuda and not self._is_resident(part):
-            self._reader = _Reader(self.task.samples(part).images, chunks, self.head.device)
+            self._reader = _ChunkReader(self.task.samples(part).images, chunks, self.head.device)
 
-    def _images(self, part: Part, index: Tensor) -> Tensor:
+    def _read_images(self, part: Part, index: Tensor) -> Tensor:
         """Images uint8 `[N, 3, H, W]` on the head's device."""
         if self._is_resident(part):
             assert self._resident is not None
             return self._resident[index.to(self._resident.device)]
-        if self._reader is not None and (found := self._reader.next(index)) is not None:
-            return found
+        if self._reader is not None and (images := self._reader.next(index)) is not None:
+            return images
         return self.task.samples(part).images[index].to(self.head.device)
 
     def _is_resident(self, part: Part) -> bool:
@@ -150,7 +150,7 @@ class ImageObjective(Objective):
             self._resident = images[:].to(self.head.device) if size <= _RESIDENT_SHARE * free else None
         return self._resident is not None
 
-    def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
+    def _compute_logits(self, model: nn.Module, images: Tensor) -> Tensor:
         device = self.head.device.type
         with torch.autocast(device, torch.bfloat16, enabled=self.precision == "bfloat16"):
             features = model(images)
@@ -158,10 +158,10 @@ class ImageObjective(Objective):
             return features.to(self.head.dtype) @ self.head.T
 
     def predict(self, model: nn.Module, part: Part, index: Tensor) -> Tensor:
-        return self._logits(model, self._images(part, index)).argmax(dim=-1)
+        return self._compute_logits(model, self._read_images(part, index)).argmax(dim=-1)
 
     def assess(self, model: nn.Module, part: Part, index: Tensor) -> Assessment:
-        logits = self._logits(model, self._images(part, index))
+        logits = self._compute_logits(model, self._read_images(part, index))
         labels = self.task.samples(part).labels[index].to(logits.device)
         loss = functional.cross_entropy(logits, labels, reduction="sum")
         return Assessment(loss, len(labels), logits.argmax(dim=-1))
@@ -175,7 +175,7 @@ class ImageObjective(Objective):
         return right
 
 
-class _Reader:
+class _ChunkReader:
     """Brings chunks of images to a GPU while it computes on earlier ones.
 
     A thread copies each into memory that the GPU reads by itself, and starts the transfer on a stream of its
@@ -214,7 +214,7 @@ def _load(images: Any, stream: torch.cuda.Stream, index: Tensor) -> tuple[Tensor
 
 
 def check_crop(scale: Sequence[float] | None) -> None:
-    """Refuse a range of shares that is none."""
+    """Raise `InputError` unless `scale` is None or a range of shares in (0, 1]."""
     if scale is not None and (len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1):
         raise InputError(
             f"backbone.crop is {list(scale)}; it must be two shares of the area, 0 < from ≤ to ≤ 1"

@@ -1,8 +1,8 @@
-"""CLIP weights under other names: transformers' `CLIPModel` and `CLIPVisionModel`, and published state dicts.
+"""CLIP weights in other layouts: transformers' `CLIPModel` and `CLIPVisionModel`, and published state dicts.
 
-Inside, weights are named as in open_clip's whole model (`visual.…`). transformers splits `in_proj` into
-queries, keys and values and transposes the projections; its vision model alone has no projection, which is
-then the backbone's (nothing that is fine-tuned that way changes it).
+This package names weights as open_clip's whole model does (`visual.…`). transformers splits `in_proj` into
+queries, keys and values, and transposes the projections. Its vision model has no projection. The backbone's is
+then taken, because fine-tuning that model cannot change it.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _PROJECTION = "visual.proj"
 
 
 def is_transformers(names: Mapping[str, Tensor]) -> bool:
-    """Whether these are the names of transformers' CLIP, whole or vision alone, with or without prefix."""
+    """Whether these are names of transformers' CLIP, whole or vision only, with or without a prefix."""
     return any(name.endswith(_PATCHES) for name in names)
 
 
 def is_image_tower(names: Iterable[str]) -> bool:
-    """Whether these are the names of an image tower alone, in either layout, with or without prefix."""
+    """Whether these are names of only an image tower, in either layout, with or without a prefix."""
     names = list(names)
     if any(name.endswith(_PATCHES) for name in names):
         return not any("text_model." in name for name in names)
@@ -59,10 +59,10 @@ def is_image_tower(names: Iterable[str]) -> bool:
 
 
 def to_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """open_clip's names and layout to transformers': of a whole model, or of an image tower alone.
+    """Convert open_clip's names and layout to transformers', of a whole model or of an image tower.
 
     Args:
-        state: a state dict with `visual.…`, and with the text tower or without.
+        state: a state dict with `visual.…`, with or without a text tower.
 
     Raises:
         InputError: a name that has no counterpart.
@@ -80,10 +80,10 @@ def to_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def from_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """transformers' names and layout to open_clip's; the inverse of `to_transformers`.
+    """Convert transformers' names and layout to open_clip's: the inverse of `to_transformers`.
 
     Raises:
-        InputError: a name that has no counterpart, or queries without keys or values.
+        InputError: a name has no counterpart, or queries come without keys or values.
     """
     prefix = next(name.removesuffix(_PATCHES) for name in state if name.endswith(_PATCHES))
     named = {
@@ -106,21 +106,21 @@ def from_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def _pairs() -> Iterator[tuple[str, str]]:
+def _list_pairs() -> Iterator[tuple[str, str]]:
     for tower, names in _TOWERS.items():
         for own, theirs in names.items():
             yield tower + own, theirs
 
 
 def _rename(name: str) -> str:
-    for own, theirs in sorted(_pairs(), key=lambda pair: -len(pair[0])):
+    for own, theirs in sorted(_list_pairs(), key=lambda pair: -len(pair[0])):
         if name == own or name.startswith(own + "."):
             return _in_block(theirs + name[len(own) :], _BLOCK)
     raise InputError(f"{name!r} has no counterpart in transformers' CLIP")
 
 
 def _restore(name: str) -> str:
-    for own, theirs in sorted(_pairs(), key=lambda pair: -len(pair[1])):
+    for own, theirs in sorted(_list_pairs(), key=lambda pair: -len(pair[1])):
         if name == theirs or name.startswith(theirs + "."):
             return _in_block(own + name[len(theirs) :], {theirs: own for own, theirs in _BLOCK.items()})
     raise InputError(f"{name!r} has no counterpart in open_clip's CLIP")
@@ -135,16 +135,16 @@ def _in_block(name: str, names: Mapping[str, str]) -> str:
 
 
 def as_image_tower(state: Mapping[str, Tensor], base: Mapping[str, Tensor], label: str) -> dict[str, Tensor]:
-    """Published weights as a state dict of the backbone's image tower.
+    """Convert published weights to a state dict of the backbone's image tower.
 
     Args:
-        state: in transformers' layout; or with open_clip's names, alone, in a whole model, or below a prefix
-            (`model.visual.…`, as task arithmetic's encoders have them).
+        state: weights in transformers' layout, or with open_clip's names. These may be an image tower, a whole
+            model, or below a prefix (`model.visual.…`, as in task arithmetic's encoders).
         base: the backbone's image tower.
-        label: what messages call the weights.
+        label: the weights' name in messages.
 
     Raises:
-        InputError: tensors that are missing or of another shape: another architecture.
+        InputError: tensors are missing or have another shape, so the architecture differs.
     """
     if is_transformers(state):
         state = from_transformers(state)

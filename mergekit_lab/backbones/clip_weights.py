@@ -1,11 +1,11 @@
-"""Where the weights of CLIP models come from, and what is said of them.
+"""Where the weights of CLIP models come from, and how they were trained.
 
-They become one local file: shipped, a tag's of open_clip (downloaded once and cached), or given.
+They become one local file: a shipped one, one of open_clip's tags (downloaded once and cached), or yours.
 
-OpenAI's weights need QuickGELU. open_clip itself only warns when they are loaded under a plain name
-(`ViT-B-32`), and says nothing when the same file is loaded from a path: here a tag that was trained with
-QuickGELU gets it under any name, and so does a local file beside which a configuration says so. A bare file
-carries no such mark: name a `-quickgelu` architecture for it.
+OpenAI's weights need QuickGELU. open_clip only warns when they are loaded under a plain name (`ViT-B-32`), and
+is silent when the file is loaded from a path. Here a tag trained with QuickGELU gets it under any name, and so
+does a local file whose configuration says so. For a file without a configuration, choose a `-quickgelu`
+architecture.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class ClipWeights:
 
     Attributes:
         architecture: open_clip's name, or `glyph-clip`.
-        name: a tag of open_clip, `asset:NAME`, a file or a folder; of a folder that holds one of the
-            architecture's name, this one counts.
+        name: a tag of open_clip, `asset:NAME`, a file or a folder. If a folder contains one with the
+            architecture's name, that one is read.
     """
 
     architecture: str
@@ -57,12 +57,12 @@ class ClipWeights:
 
     @property
     def shipped(self) -> bool:
-        """Whether they come with the package."""
+        """Whether the weights ship with the package."""
         return self.name.startswith(_ASSET)
 
     @property
     def local(self) -> bool:
-        """Whether they are a file or folder that was given."""
+        """Whether the weights are a local file or folder."""
         return not self.shipped and self._path.exists()
 
     @property
@@ -71,15 +71,15 @@ class ClipWeights:
         inside = given / self.architecture
         return inside if inside.is_dir() else given
 
-    def tag(self) -> dict[str, Any]:
-        """What open_clip knows of the name; empty if it is no tag of the architecture."""
+    def find_tag(self) -> dict[str, Any]:
+        """What open_clip knows about the tag; empty if the name is no tag of the architecture."""
         from open_clip.pretrained import get_pretrained_cfg
 
-        found: dict[str, Any] = get_pretrained_cfg(register_architecture(self.architecture), self.name)
-        return found
+        tag: dict[str, Any] = get_pretrained_cfg(register_architecture(self.architecture), self.name)
+        return tag
 
     def find_missing(self) -> str | None:
-        """What would have to be downloaded, or None.
+        """What must be downloaded first, or None.
 
         Raises:
             InputError: the name is unknown.
@@ -87,35 +87,35 @@ class ClipWeights:
         if self.shipped or self.local:
             return None
         known = REPOSITORIES.get((self.architecture, self.name))
-        tag = {"hf_hub": f"{known}/"} if known else self.tag()
+        tag = {"hf_hub": f"{known}/"} if known else self.find_tag()
         if not tag:
-            raise self._unknown()
-        if _cached(tag) is None:
+            raise self._make_error()
+        if _find_cached(tag) is None:
             origin = tag.get("hf_hub", "").rpartition("/")[0] or tag.get("url")
             return f"weights {self.name!r} of {self.architecture} ({origin}), or backbone.weights=FILE"
         return None
 
-    def file(self) -> Path:
-        """The weights as a local file; downloads a tag's once.
+    def find_file(self) -> Path:
+        """The weights as a local file. A tag's file is downloaded once.
 
         Raises:
-            InputError: the name is unknown, or what it names cannot be had.
+            InputError: the name is unknown, or its file is missing or cannot be downloaded.
         """
         if self.shipped:
             shipped = {f"{_ASSET}{path.stem}": path for path in _ASSETS.glob("*.safetensors")}
             if self.name not in shipped:
                 raise InputError(f"no shipped weights {self.name!r}{suggestion(self.name, shipped)}")
             return shipped[self.name]
-        if tag := self.tag():
-            return self._download(tag)
+        if tag := self.find_tag():
+            return self.download(tag)
         path = self._path
         if path.is_file():
             return path
         if path.is_dir():
             return _in_folder(path)
-        raise self._unknown()
+        raise self._make_error()
 
-    def _unknown(self) -> InputError:
+    def _make_error(self) -> InputError:
         from open_clip import list_pretrained, list_pretrained_tags_by_model
 
         own = list_pretrained_tags_by_model(register_architecture(self.architecture))
@@ -130,12 +130,12 @@ class ClipWeights:
         return InputError(f"{said}open_clip has them of {listing(others, 20)}")
 
     def describe(self) -> dict[str, Any]:
-        """What is said of them: `quick_gelu`, and `mean` and `std` of the pixels they were trained on.
+        """How the weights were trained: `quick_gelu`, and `mean` and `std` of their pixels.
 
-        By open_clip of a tag's; of a local file's by the configuration beside it, as open_clip or transformers
-        leaves it.
+        open_clip knows this of its tags. For a local file the configuration next to it says so, in open_clip's
+        or transformers' form.
         """
-        tag = self.tag()
+        tag = self.find_tag()
         if tag or not self.local:
             return {name: tag[name] for name in ("quick_gelu", *PIXELS) if name in tag}
         path = self._path
@@ -153,25 +153,24 @@ class ClipWeights:
         return {"quick_gelu": vision.get("hidden_act", "quick_gelu") == "quick_gelu"}
 
     def image_tower_alone(self) -> bool:
-        """Whether a local file holds an image tower and no text tower; its tensors' names say so."""
-        if not self.local or self.tag():
+        """Whether a local file holds only an image tower, by its tensors' names."""
+        if not self.local or self.find_tag():
             return False
-        file = self.file()
-        return _image_tower_alone(file, file.stat().st_mtime_ns)
+        file = self.find_file()
+        return _has_image_tower_alone(file, file.stat().st_mtime_ns)
 
-    def published_name(self) -> str:
-        """What they are published as; of a local file, what the configuration beside it says."""
-        if not self.local or self.tag():
+    def find_published_name(self) -> str:
+        """The name they are published under. For a local file, the configuration next to it says so."""
+        if not self.local or self.find_tag():
             return self.name
         folder = self._path if self._path.is_dir() else self._path.parent
         return str(_read_json(folder / _CONFIG).get("pretrained") or self.name)
 
     def identity(self) -> dict[str, str]:
-        """Their name, their SHA-256, and what a local file's model computes otherwise than its architecture's
-        name says."""
-        file = self.file()
+        """Name, SHA-256, and how a local file's model differs from what its architecture's name says."""
+        file = self.find_file()
         digest = hash_file(file, remember=True)
-        if self.shipped or self.tag():
+        if self.shipped or self.find_tag():
             return {"weights": self.name, "sha256": digest}
         said = self.describe()
         other = {name: repr(said[name]) for name, usual in PIXELS.items() if said.get(name, usual) != usual}
@@ -180,26 +179,26 @@ class ClipWeights:
         return {"weights": "file", "sha256": digest} | other
 
     def save(self, folder: Path) -> Path:
-        """Copy them into a folder, with what is said of them, so that they load there as they do here.
+        """Copy the weights and their description into a folder, from which they load the same way.
 
         Returns:
-            The file; the folder, too, may be named as `weights`.
+            The file. `weights` may also name the folder.
         """
-        file, said = self.file(), self.describe()
+        file, said = self.find_file(), self.describe()
         folder.mkdir(parents=True, exist_ok=True)
         quick = is_quick_gelu(self.architecture) or said.get("quick_gelu", False)
         pixels = {name: list(said[name]) for name in PIXELS if name in said}
         config = {
             "model_cfg": {"quick_gelu": quick},
             "preprocess_cfg": pixels,
-            "pretrained": self.published_name(),
+            "pretrained": self.find_published_name(),
         }
         (folder / _CONFIG).write_text(json.dumps(config, indent=1) + "\n")
         return Path(shutil.copyfile(file, folder / f"{_SAVED}{file.suffix}"))
 
-    def _download(self, tag: dict[str, Any]) -> Path:
+    def download(self, tag: dict[str, Any]) -> Path:
         """A tag's file: from the cache, else downloaded."""
-        if (cached := _cached(tag)) is not None:
+        if (cached := _find_cached(tag)) is not None:
             return cached
         repository = tag.get("hf_hub", "").rpartition("/")[0]
         cause = explain_unreachable()
@@ -218,7 +217,7 @@ class ClipWeights:
 
 
 def register_architecture(architecture: str) -> str:
-    """The name open_clip knows the architecture by; registers the shipped ones."""
+    """The architecture's name in open_clip, which learns the shipped ones here."""
     import open_clip
 
     if architecture in _SHIPPED:
@@ -240,7 +239,7 @@ def is_quick_gelu(architecture: str) -> bool:
     return bool(config.get("quick_gelu", False))
 
 
-def _cached(tag: dict[str, Any]) -> Path | None:
+def _find_cached(tag: dict[str, Any]) -> Path | None:
     """A tag's file in the cache, without asking the network."""
     repository, _, filename = tag.get("hf_hub", "").rpartition("/")
     if repository:
@@ -281,5 +280,5 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=32)
-def _image_tower_alone(file: Path, modified: int) -> bool:
+def _has_image_tower_alone(file: Path, modified: int) -> bool:
     return is_image_tower(open_checkpoint(file))

@@ -1,4 +1,4 @@
-"""Greedy answers of language models, by transformers' own loop or, for models that keep no cache, by one here.
+"""Greedy answers of language models, by transformers' own loop, or by one here for models without a cache.
 
 Legend: N prompts, L tokens of a prompt, V vocabulary.
 """
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 def unwrap_model(model: nn.Module) -> Any:
-    """transformers' model inside peft's or a linearized one, or `model` itself."""
+    """The model of transformers inside peft's or a linearized one, or `model` itself."""
     plain: Any = getattr(model, "_orig_mod", model)  # inside a compiled one
     return plain.get_base_model() if hasattr(plain, "get_base_model") else plain
 
@@ -21,17 +21,17 @@ def unwrap_model(model: nn.Module) -> Any:
 def decode(
     model: nn.Module, tokens: Tensor, mask: Tensor, *, max_new_tokens: int, ends: Sequence[int], pad: int
 ) -> Tensor:
-    """The likeliest token, again and again, until one of its ends.
+    """Append the likeliest token until one of `ends`.
 
     Args:
         model: decoder-only or encoder-decoder.
-        tokens, mask: of prompts, int64 `[N, L]`; padded at their start for a decoder-only model.
-        max_new_tokens: at most so many, ≥ 1.
-        ends: tokens that end an answer, besides the model's own.
-        pad: follows an end.
+        tokens, mask: prompts, int64 `[N, L]`, padded at their start for a decoder-only model.
+        max_new_tokens: the most tokens of an answer, ≥ 1.
+        ends: tokens that end an answer, in addition to the model's own.
+        pad: the token after an end.
 
     Returns:
-        int64 `[N, ≤ max_new_tokens]`; with an encoder, after the decoder's first token.
+        int64 `[N, ≤ max_new_tokens]`. With an encoder, the decoder's first token comes before them.
     """
     settings: Any = unwrap_model(model).generation_config
     stop = sorted({*_to_list(settings.eos_token_id), *ends})

@@ -1,4 +1,4 @@
-"""A text task's prompts and answers as tokens: shown by a template, cut to fit, answers ended.
+"""Prompts and answers as tokens: formatted by a template, cut to fit, answers ended.
 
 Legend: L tokens of a row.
 """
@@ -35,7 +35,7 @@ class Encoded:
 
     Attributes:
         prompts, answers: int64 `[L]` each.
-        truncated: how many prompts and answers were cut.
+        truncated: number of prompts and answers that were cut.
     """
 
     prompts: list[Tensor]
@@ -52,12 +52,12 @@ class Encoding:
 
     Args:
         tokenizer: of transformers, with a padding token.
-        reading: how prompts are shown and cut.
+        reading: how prompts are formatted and cut.
         causal: the answer follows the prompt in one row; else an encoder reads the prompt.
-        positions: tokens of a row that the model can have; None sets no limit.
+        positions: the most tokens of a row that the model accepts; None sets no limit.
 
     Raises:
-        InputError: a chat template is asked for, and there is none that shows a prompt as it is.
+        InputError: `reading` wants a chat template, and there is none that keeps the prompt's text.
     """
 
     def __init__(self, tokenizer: Any, reading: Reading, causal: bool, positions: int | None) -> None:
@@ -84,10 +84,10 @@ class Encoding:
             chat_template=template, tokenize=False, add_generation_prompt=True,
         )  # fmt: skip
         trims = prompt not in text
-        before, found, after = text.partition(_MARK if trims else prompt)
-        if not found or {_MARK, _BLANK} & {*before, *after}:
+        before, marker, after = text.partition(_MARK if trims else prompt)
+        if not marker or {_MARK, _BLANK} & {*before, *after}:
             raise InputError(
-                "the chat template does not show a user's message as it is: set backbone.prompt=plain"
+                "the chat template does not keep a user's message unchanged: set backbone.prompt=plain"
             )
         return before, after, trims
 
@@ -95,7 +95,7 @@ class Encoding:
         """The tokens of each choice, its end included.
 
         Raises:
-            InputError: two choices are the same tokens, or one has none.
+            InputError: two choices have the same tokens, or one has none.
         """
         assert task.choices is not None
         known: dict[tuple[int, ...], str] = {}
@@ -118,10 +118,11 @@ class Encoding:
         return [torch.cat([tokens, last]) for tokens in self._tokenize(texts)]
 
     def encode(self, task: TextTask, part: Part) -> Encoded:
-        """The tokens of a part; says how much was cut.
+        """The tokens of a part. Logs how much was cut.
 
         Raises:
-            InputError: a prompt without tokens, no room for prompts, or rows that the model has no place for.
+            InputError: a prompt has no tokens, there is no room for prompts, or rows are longer than the model
+                accepts.
         """
         samples, most = task.samples(part), self.reading.max_length // 2
         whole = self.encode_answers(samples.answers)
@@ -160,7 +161,7 @@ class Encoding:
         if any(len(p) > room <= template for p, room in zip(shown, rooms, strict=True)):
             raise InputError(
                 f"backbone.max_length={self.reading.max_length} leaves {least} tokens for a prompt of "
-                f"{task.name}, and its template alone has {template}: raise it"
+                f"{task.name}, and its template takes {template}: raise it"
             )
 
     def _check_positions(self, task: TextTask, part: Part, encoded: Encoded) -> None:

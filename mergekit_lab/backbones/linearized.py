@@ -5,13 +5,13 @@ SAFT paper (Lee et al., ICLR 2025), appendix A.1. Reference implementation: gort
 
     f_lin(x; θ) = f(x; θ0) + ∇f(x; θ0) (θ − θ0)
 
-by one forward-mode product (`torch.func.jvp`). As there, the weights that train are θ, which begin at θ0 and
-which weight decay acts on, and the normalization of an image's features stays outside the expansion. An expert
-stays linear at evaluation, and so does a merge of experts: it is the expansion at the merged θ. Where we
-differ: any model that returns tensors, also in a structure, can be expanded.
+It is computed by one forward-mode product (`torch.func.jvp`). As in the reference, θ trains, starts at θ0 and
+gets weight decay, and the normalization of an image's features stays outside the expansion. An expert stays
+linear at evaluation, and so does a merge: it is the expansion at the merged θ. Where we differ: any model that
+returns tensors, or a structure of tensors, can be expanded.
 
-Fused attention has no forward-mode derivative, so attention is computed by its formula here. In inference mode
-some versions of torch (2.11) give zero for forward-mode derivatives, without a word, so it is left.
+Fused attention has no forward-mode derivative, so attention is computed by its formula. In inference mode some
+versions of torch (2.11) silently return zero as the derivative, so that mode is switched off.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from mergekit_lab.errors import InputError, listing
 class Tangent(nn.Module):
     """A model's expansion around the weights it has now, with the model's own state dict.
 
-    The wrapped model's parameters are θ, and train. θ0 is kept beside them in buffers that are not saved: a
-    state dict of this module has the wrapped model's names and is loaded into either.
+    The wrapped model's parameters are θ, and train. θ0 is in buffers that are not saved. A state dict of this
+    module has the wrapped model's names and loads into either.
 
     Extra memory: a copy of the parameters, and the tangents of activations.
 
@@ -46,7 +46,7 @@ class Tangent(nn.Module):
         model: returns a tensor, or tensors in a structure that torch's pytrees know (transformers' outputs).
 
     Raises:
-        InputError: running statistics (batch norm) are changed by a forward pass and have no expansion.
+        InputError: the model has running statistics (batch norm), which have no expansion.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -66,22 +66,22 @@ class Tangent(nn.Module):
         keep_differentiable(self)
 
     def train(self, mode: bool = True) -> Tangent:
-        """As usual, but attention stays differentiable."""
+        """Set the mode as usual, but keep attention differentiable."""
         super().train(mode)
         keep_differentiable(self)
         return self
 
     def get_base_model(self) -> nn.Module:
-        """The wrapped model, whose weights are θ; by the name that peft has for it."""
+        """The wrapped model, whose weights are θ. peft gives this method its name."""
         return self.model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The expansion of each tensor that the model returns.
 
-        A model with an encoder takes `labels` for what its decoder reads, and returns no loss.
+        A model with an encoder uses `labels` as its decoder's input, and returns no loss.
 
         Raises:
-            InputError: `labels` of another model, for a loss is no output to expand, or `use_cache=True`.
+            InputError: `labels` for another kind of model, because a loss is not expanded, or `use_cache=True`.
         """
         kwargs = self._accept(kwargs)
         weights = dict(self.model.named_parameters())
@@ -134,9 +134,9 @@ def _with_own_name(module: nn.Module, state: dict[str, Any], prefix: str, *_: An
 
 @dataclass(frozen=True)
 class Linearized(Parametrization):
-    """The model's expansion around its pretrained weights trains, and computes.
+    """Train and evaluate the model's expansion around its pretrained weights.
 
-    A model with an attribute `core` names by it the submodule that is expanded; others are expanded whole.
+    If the model has an attribute `core`, only this submodule is expanded.
     """
 
     takes_sharded: ClassVar[bool] = False
@@ -153,10 +153,10 @@ class Linearized(Parametrization):
 
 
 def linearize(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
-    """The expansion of a pretrained model at the weights of a linearized expert, or of a merge of such.
+    """The expansion of a pretrained model, at the weights of a linearized expert or of a merge of such experts.
 
     Args:
-        model: as pretrained, the base of the experts; becomes part of the result.
+        model: the pretrained base of the experts. It becomes part of the result.
         state: a checkpoint in the base's names.
     """
     expansion = Linearized().make_evaluable(model)

@@ -1,7 +1,7 @@
-"""Low-rank adapters by peft, folded into dense weights after training so that any merger takes them.
+"""Low-rank adapters by peft. They are folded into dense weights after training, so any merger takes them.
 
 Hu et al.: LoRA: Low-Rank Adaptation of Large Language Models (ICLR 2022): W + (alpha / rank) B A, B = 0 at the
-start. Adapters that were trained elsewhere are folded by `checkpoints/adapters.py`.
+start. `checkpoints/adapters.py` folds adapters that were trained elsewhere.
 """
 
 import warnings
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mergekit_lab.backbones.attention import attention_weights
+from mergekit_lab.backbones.attention import list_attention_weights
 from mergekit_lab.backbones.parametrization import Parametrization
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.ranges import require_positive, require_whole
@@ -20,16 +20,16 @@ from mergekit_lab.ranges import require_positive, require_whole
 
 @dataclass(frozen=True)
 class LoRA(Parametrization):
-    """Low-rank factors train; the expert is the base with their product folded in.
+    """Train low-rank factors. The expert is the base plus their product.
 
     Args:
         rank: the factors' rank, at least 1.
         alpha: the product is scaled by alpha / rank; positive.
-        targets: modules to adapt, by the ends of their names as in peft; None takes all of attention (the
-            query, key, value and output projections).
+        targets: modules to adapt, by the ends of their names as in peft. None takes attention's query, key,
+            value and output projections.
 
     Raises:
-        InputError: a number out of range; when applied, targets that the model lacks.
+        InputError: a number is out of range; when applied, the model lacks a target.
     """
 
     takes_sharded: ClassVar[bool] = False
@@ -47,7 +47,7 @@ class LoRA(Parametrization):
     def make_trainable(self, model: nn.Module, seed: int = 0) -> nn.Module:
         from peft import LoraConfig, get_peft_model
 
-        targets = _attention_modules(model) if self.targets is None else list(self.targets)
+        targets = _list_attention_modules(model) if self.targets is None else list(self.targets)
         _refuse_inner_projections(model, targets)
         options: dict[str, Any] = {"r": self.rank, "lora_alpha": self.alpha, "target_modules": targets}
         config = LoraConfig(**options)
@@ -66,12 +66,12 @@ class LoRA(Parametrization):
         return dict(merged.state_dict())
 
 
-def _attention_modules(model: nn.Module) -> list[str]:
+def _list_attention_modules(model: nn.Module) -> list[str]:
     """Modules that hold the projections of attention: torch's own attention whole, else each linear layer."""
     whole = [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
     single = [
         name.removesuffix(".weight")
-        for name in attention_weights(model)
+        for name in list_attention_weights(model)
         if not any(name.startswith(f"{module}.") for module in whole)
     ]
     if not whole and not single:
@@ -85,16 +85,16 @@ def _attention_modules(model: nn.Module) -> list[str]:
 def _refuse_inner_projections(model: nn.Module, targets: list[str]) -> None:
     """torch's attention reads its output projection's weights without calling it: it would miss an adapter."""
 
-    def named(module: str) -> bool:
+    def is_named(module: str) -> bool:
         return any(module == target or module.endswith(f".{target}") for target in targets)
 
     unseen = [
         f"{name}.out_proj"
         for name, module in model.named_modules()
-        if isinstance(module, nn.MultiheadAttention) and named(f"{name}.out_proj") and not named(name)
+        if isinstance(module, nn.MultiheadAttention) and is_named(f"{name}.out_proj") and not is_named(name)
     ]
     if unseen:
         raise InputError(
-            f"an adapter on {listing(unseen)} alone would have no effect: name the attention module itself, "
+            f"an adapter on {listing(unseen)} would have no effect: name the attention module itself, "
             "which adapts its output projection too"
         )

@@ -1,7 +1,7 @@
-"""CLIP image encoders from open_clip, and the frozen zero-shot heads that go with them.
+"""CLIP image encoders from open_clip, and their frozen zero-shot heads.
 
-Legend: N images, C classes, D embedding width. Where weights come from, and which need QuickGELU, is said in
-`clip_weights.py`; every model is built and loaded by the same lines.
+Legend: N images, C classes, D embedding width. `clip_weights.py` says where weights come from and which need
+QuickGELU.
 """
 
 from __future__ import annotations
@@ -53,23 +53,19 @@ _HEAD_FILE = "head.safetensors"
 class OpenClip(Backbone):
     """A pretrained CLIP model by open_clip's names.
 
-    architecture: a name from `open_clip.list_models()`, or `glyph-clip`, the small model that ships.
-    weights: a tag of open_clip (`openai`, `laion2b_s34b_b79k`; downloaded once and cached), `asset:glyph_clip`
-    (shipped), a local `.safetensors` or `.pt` file of the whole model or its image tower (read with
-    `weights_only`), in open_clip's layout or in that of transformers' `CLIPModel` and `CLIPVisionModel`, a
-    folder with one such file, or None: random values from `seed`.
-    seed: used only with `weights=None`.
-    head: what classifies features: "zero_shot" (from class names and prompts), "prototype" (class means of
-    training images) or "linear_probe" (logistic regression on them). Weights of an image tower alone can have
-    the latter two.
-    crop: training pictures are random windows of this share of their area, `[from, to]`, resized to the model's
-    size; None trains on what evaluation sees.
-    flip: mirror each with probability ½.
-    precision: of the forward pass in evaluation, "float32" or "bfloat16".
-    keep: where heads are kept; None keeps none.
+    architecture: a name from `open_clip.list_models()`, or `glyph-clip`, the small model that ships. weights: a
+    tag of open_clip (`openai`, `laion2b_s34b_b79k`; downloaded once and cached), `asset:glyph_clip` (shipped),
+    a local file, a folder with one such file, or None for random values from `seed`. A file is `.safetensors`
+    or `.pt` (read with `weights_only`), of the whole model or its image tower, in the layout of open_clip or of
+    transformers' `CLIPModel` and `CLIPVisionModel`. seed: used only with `weights=None`. head: "zero_shot"
+    (from class names and prompts), "prototype" (class means of training images) or "linear_probe" (logistic
+    regression on them). Weights without a text tower need one of the latter two. crop: train on random windows
+    with this share of a picture's area, `[from, to]`, resized to the model's size. None trains on the images
+    that evaluation sees. flip: mirror each window with probability ½. precision: arithmetic of the forward pass
+    in evaluation, "float32" or "bfloat16". keep: holds heads; None keeps none.
 
-    Raises `InputError`, at first use, for an unknown architecture, unknown or unobtainable weights, or weights
-    that do not fit the architecture.
+    At first use it raises `InputError` for an unknown architecture, for weights that are unknown or cannot be
+    obtained, and for weights that do not fit the architecture.
     """
 
     architecture: str
@@ -87,12 +83,12 @@ class OpenClip(Backbone):
         check_crop(self.crop)
 
     def with_keeper(self, keep: Keeper) -> OpenClip:
-        """The same backbone, whose heads `keep` holds."""
+        """A copy of the backbone whose heads `keep` holds."""
         return replace(self, keep=keep)
 
     def model(self) -> ImageEncoder:
         """A fresh copy of the pretrained image tower, float32, evaluation mode, all parameters trainable."""
-        visual = deepcopy(_model(self._key).visual)
+        visual = deepcopy(make_whole_model(self.key).visual)
         return ImageEncoder(visual.requires_grad_(True), _size(visual), visual.image_mean, visual.image_std)
 
     def check(self, task: Task) -> None:
@@ -117,8 +113,10 @@ class OpenClip(Backbone):
         assert isinstance(task, ImageTask)
         crops = None
         if self.crop is not None:
-            crops = Crops((self.crop[0], self.crop[1]), self.flip, max(_size(_model(self._key).visual)))
-        return ImageObjective(task, self._head(task), crops, self.precision)
+            crops = Crops(
+                (self.crop[0], self.crop[1]), self.flip, max(_size(make_whole_model(self.key).visual))
+            )
+        return ImageObjective(task, self._find_head(task), crops, self.precision)
 
     def learning(self, task: Task) -> dict[str, Any]:
         head: dict[str, Any] = {} if self.head == "zero_shot" else {"head": self.head}
@@ -128,7 +126,7 @@ class OpenClip(Backbone):
         head = {} if self.head == "zero_shot" else {"head": self.head}
         return head if self.precision == "float32" else head | {"precision": self.precision}
 
-    def _head(self, task: ImageTask) -> Tensor:
+    def _find_head(self, task: ImageTask) -> Tensor:
         if self.keep is None:
             return self._make_head(task)
         content: dict[str, Any] = {"backbone": self.identity(), "task": task.name, "head": self.head}
@@ -147,29 +145,28 @@ class OpenClip(Backbone):
         if self.head == "zero_shot":
             return self.make_zero_shot_head(task.classes, task.templates)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        temperature = float(_model(self._key).logit_scale.detach().exp())
+        temperature = float(make_whole_model(self.key).logit_scale.detach().exp())
         return HEADS[self.head](self.model().to(device), task, temperature, device)
 
     @property
     def source(self) -> ClipWeights | None:
-        """Where the weights come from; None where they are drawn."""
+        """The source of the weights; None for random ones."""
         return None if self.weights is None else ClipWeights(self.architecture, self.weights)
 
     @property
-    def _key(self) -> tuple[str, str | None, int]:
+    def key(self) -> tuple[str, str | None, int]:
         """What the loaded weights depend on."""
         return self.architecture, self.weights, self.seed
 
     @torch.no_grad()
     def make_zero_shot_head(self, classes: Sequence[str], templates: Sequence[str]) -> Tensor:
-        """Text features of the classes as a linear head, float32 `[C, D]`.
+        """Make a linear head of the classes' text features, float32 `[C, D]`.
 
-        Per class and template the text feature is L2-normalized; their mean over templates is normalized again
-        and multiplied by the model's temperature `logit_scale.exp()`. Logits are `features @ head.T`.
+        A class's text feature is L2-normalized for each template. Their mean is normalized again and multiplied
+        by the model's temperature `logit_scale.exp()`. Logits are `features @ head.T`.
 
-        templates: prompts with one `{}` each. Raises `InputError` where a template has none, or where two
-        classes end up as the same tokens (the model reads `context_length` tokens and no more), or where the
-        weights have no text tower.
+        templates: prompts with one `{}` each. Raises `InputError` if a template has none, if the weights have
+        no text tower, or if two classes have the same tokens (the model reads at most `context_length` tokens).
         """
         self._check_text_tower()
         wrong = [template for template in templates if "{}" not in template]
@@ -179,7 +176,7 @@ class OpenClip(Backbone):
             )
         import open_clip
 
-        model = _model(self._key)
+        model = make_whole_model(self.key)
         tokenizer = open_clip.get_tokenizer(register_architecture(self.architecture))
         rows = [tokenizer([template.format(name) for template in templates]) for name in classes]
         seen: dict[bytes, str] = {}
@@ -196,24 +193,23 @@ class OpenClip(Backbone):
         return (normalize(means, dim=-1) * model.logit_scale.exp()).float().clone()
 
     def identity(self) -> dict[str, str]:
-        """What makes this backbone this one: architecture, weights, and their SHA-256. No path enters it."""
+        """Architecture, weights and their SHA-256. It contains no path."""
         if self.source is None:
             return {"architecture": self.architecture, "weights": f"random, seed {self.seed}", "sha256": ""}
         return {"architecture": self.architecture} | self.source.identity()
 
     def uses_quick_gelu(self) -> bool:
-        """Whether the built model uses QuickGELU: by its architecture's name or what is said of its weights."""
+        """Whether the model uses QuickGELU, by its architecture's name or its weights' description."""
         return is_quick_gelu(self.architecture) or bool(self._describe().get("quick_gelu", False))
 
     def _describe(self) -> dict[str, Any]:
         return {} if self.source is None else self.source.describe()
 
     def hub_name(self) -> str:
-        """What checkpoints of this architecture are called on the hub, `clip-vit-base-patch32`.
+        """This architecture's name in checkpoints of the hub, such as `clip-vit-base-patch32`.
 
         Raises:
-            InputError: another architecture than the three that experts are published for, or other weights
-                than they started from.
+            InputError: no experts are published for this architecture, or they started from other weights.
         """
         known = self.source is None or self.source.shipped or self.source.local
         if not known and self.weights != "openai":
@@ -236,23 +232,23 @@ def _size(visual: Any) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=1)
-def _model(key: tuple[str, str | None, int]) -> Any:
+def make_whole_model(key: tuple[str, str | None, int]) -> Any:
     """The whole model, float32 on the CPU, evaluation mode. One is kept: heads and towers ask in turn."""
     import open_clip
 
     backbone = OpenClip(*key)
     source = backbone.source
-    file = None if source is None else source.file()
+    file = None if source is None else source.find_file()
     weights, renamed = None, None
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(backbone.seed)
             alone = source is not None and source.image_tower_alone()
-            if source is not None and file is not None and not source.tag():
+            if source is not None and file is not None and not source.find_tag():
                 weights = open_checkpoint(file)
                 renamed = from_transformers(dict(weights)) if is_transformers(weights) and not alone else None
             said, later = backbone._describe(), alone or renamed is not None
-            with _warning_of_random_weights(not later):
+            with _warn_of_random_weights(not later):
                 model = open_clip.create_model(
                     register_architecture(backbone.architecture),
                     pretrained=None if file is None or later else str(file),
@@ -278,7 +274,7 @@ def _model(key: tuple[str, str | None, int]) -> Any:
 
 
 @contextmanager
-def _warning_of_random_weights(wanted: bool) -> Iterator[None]:
+def _warn_of_random_weights(wanted: bool) -> Iterator[None]:
     """Without it, silence open_clip's warning of a model without weights: they may be loaded later."""
     root = logging.getLogger()
 

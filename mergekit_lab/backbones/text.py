@@ -3,7 +3,7 @@
 Legend: N samples, L tokens of a row, V vocabulary, C choices, B tokens of all choices together.
 
 Answers end with the tokenizer's end-of-text token, which is learned and scored like any other. A choice's score
-is the log-likelihood of all its tokens, so that no choice gains by being the beginning of another one.
+is the log-likelihood of all its tokens, so a choice that begins another one has no advantage.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn import functional
 from mergekit_lab.backbones.decoding import decode, unwrap_model
 from mergekit_lab.backbones.encoding import Encoded, Encoding
 from mergekit_lab.backbones.linearized import Tangent
-from mergekit_lab.backbones.objective import Objective, device_of
+from mergekit_lab.backbones.objective import Objective, find_device
 from mergekit_lab.backbones.reading import Reading
 from mergekit_lab.backbones.rows import mask_reach, mask_segments, pack_first_fit, pad_rows, round_up
 from mergekit_lab.batches import IGNORED, Batch
@@ -36,7 +36,7 @@ _TOKENS, _LOGITS, _ROWS = 1 << 16, 1 << 29, 512
 
 
 class ScoredText(Objective):
-    """A text task whose answers are texts, scored by its metric and by both accuracies."""
+    """A text task with text answers, scored by its metric and by both accuracies."""
 
     task: TextTask
 
@@ -62,14 +62,14 @@ class TextObjective(ScoredText):
     Args:
         task: prompts and answers.
         tokenizer: of transformers, with a padding token.
-        reading: how prompts are shown and cut, and how the model is asked.
-        positions: tokens of a row that the model can have; None sets no limit.
+        reading: how prompts are formatted and cut, and how the model answers.
+        positions: the most tokens of a row that the model accepts; None sets no limit.
 
     Attributes:
-        truncated: by part, how many prompts and answers were cut.
+        truncated: number of prompts and answers that were cut, by part.
 
     Raises:
-        InputError: choices that this tokenizer cannot tell apart.
+        InputError: the tokenizer gives two choices the same tokens.
     """
 
     def __init__(self, task: TextTask, tokenizer: Any, reading: Reading, positions: int | None = None) -> None:
@@ -83,7 +83,7 @@ class TextObjective(ScoredText):
         self._choices = None if task.choices is None else self._encoding.encode_choices(task)
 
     def encode(self, part: Part) -> Encoded:
-        """The tokens of a part, made once a process."""
+        """The tokens of a part, made once per process."""
         if part not in self._encoded:
             self._encoded[part] = self._encoding.encode(self.task, part)
             self.truncated[part] = self._encoded[part].truncated
@@ -95,10 +95,10 @@ class TextObjective(ScoredText):
     def predict(self, model: nn.Module, part: Part, index: Tensor) -> list[str]:
         encoded = self.encode(part)
         prompts = [encoded.prompts[i] for i in index.tolist()]
-        device = device_of(model)
+        device = find_device(model)
         answers: list[str] = []
         with torch.autocast(device.type, torch.bfloat16, enabled=self.reading.precision == "bfloat16"):
-            for few in self._within_memory(model, prompts):
+            for few in self._split_by_memory(model, prompts):
                 if self.reading.chooses(self.task):
                     assert self.task.choices is not None
                     best = self.score_choices(model, few).argmax(dim=1).tolist()
@@ -107,7 +107,7 @@ class TextObjective(ScoredText):
                     answers += self._generate(model, few)
         return answers
 
-    def _within_memory(self, model: nn.Module, prompts: list[Tensor]) -> Iterable[list[Tensor]]:
+    def _split_by_memory(self, model: nn.Module, prompts: list[Tensor]) -> Iterable[list[Tensor]]:
         """Prompts in parts that one forward pass can hold.
 
         What decodes with a cache makes the logits of one token at a time, what has none those of a whole row.
@@ -130,7 +130,7 @@ class TextObjective(ScoredText):
 
     def _generate(self, model: nn.Module, prompts: list[Tensor]) -> list[str]:
         """Greedy answers."""
-        tokens, mask = pad_rows(prompts, self._pad, device_of(model), left=self.causal)
+        tokens, mask = pad_rows(prompts, self._pad, find_device(model), left=self.causal)
         end = self.tokenizer.eos_token_id
         new = decode(
             model, tokens, mask, max_new_tokens=self.task.max_new_tokens,
@@ -148,8 +148,8 @@ class CausalObjective(TextObjective):
     """For decoder-only models: the answer follows the prompt in one row.
 
     Attributes:
-        packed: by packing, how many samples stand in how many rows of training so far.
-        padded: by `fix_shape`, how many tokens stand at how many places of training so far.
+        packed: samples, and the training rows that packing has put them into so far.
+        padded: tokens, and the positions that `fix_shape` has padded them to so far.
     """
 
     causal = True
@@ -159,7 +159,7 @@ class CausalObjective(TextObjective):
         self.packed = (0, 0)
         self.padded = (0, 0)
 
-    def _row(self, part: Part, position: int) -> tuple[Tensor, Tensor]:
+    def _read_row(self, part: Part, position: int) -> tuple[Tensor, Tensor]:
         """A sample's tokens, and the labels at them."""
         encoded = self.encode(part)
         prompt, answer = encoded.prompts[position], encoded.answers[position]
@@ -167,15 +167,15 @@ class CausalObjective(TextObjective):
         return torch.cat([prompt, answer]), torch.cat([silent, answer])
 
     def batch(self, part: Part, index: Tensor) -> Batch:
-        rows, labels = zip(*(self._row(part, i) for i in index.tolist()), strict=True)
+        rows, labels = zip(*(self._read_row(part, i) for i in index.tolist()), strict=True)
         tokens, mask = pad_rows(rows, self._pad)
         return {"input_ids": tokens, "attention_mask": mask, "labels": pad_rows(labels, IGNORED)[0]}
 
     def training_batch(self, index: Tensor) -> Batch:
-        """With packing, rows hold several samples, numbered from 1 in `segments`; 0 is padding."""
+        """With packing, a row holds several samples, numbered from 1 in `segments`. 0 is padding."""
         if not self.reading.packing:
             return self.batch("train", index)
-        samples = [self._row("train", i) for i in index.tolist()]
+        samples = [self._read_row("train", i) for i in index.tolist()]
         bins = pack_first_fit([len(tokens) for tokens, _ in samples], self.reading.max_length)
         if self.packed == (0, 0):
             log.info("%s: %d samples of the first batch in %d rows", self.task.name, len(samples), len(bins))
@@ -197,10 +197,10 @@ class CausalObjective(TextObjective):
         return not self.reading.packing
 
     def fix_shape(self, batch: Any) -> Batch:
-        """Rows padded at their end to the next of a few lengths, and labels at few numbers of positions.
+        """Pad rows at their end to one of a few lengths, and labels to one of a few numbers of positions.
 
-        No mask is needed there: padding at the end is seen by itself alone. The positions are in `columns`, the
-        same in every row; those of no label fill them up.
+        Rows need no mask, because only padding sees padding at the end. `columns` has the positions, the same
+        in every row, filled up with positions without a label.
         """
         labels = batch["labels"]
         room = round_up(labels.shape[1])
@@ -209,8 +209,8 @@ class CausalObjective(TextObjective):
         length = labels.shape[1] - 1 + extra
         used = functional.pad(used, (0, extra), value=False)
         count = min(round_up(int(used.sum())), length)
-        tokens, places = self.padded
-        self.padded = (tokens + int(batch["attention_mask"].sum()), places + len(labels) * (length + 1))
+        tokens, positions = self.padded
+        self.padded = (tokens + int(batch["attention_mask"].sum()), positions + len(labels) * (length + 1))
         columns = (~used).to(torch.uint8).argsort(stable=True)[:count].sort().values
         return {
             "input_ids": functional.pad(batch["input_ids"], (0, extra), value=self._pad),
@@ -233,23 +233,23 @@ class CausalObjective(TextObjective):
                     f"which {type(unwrap_model(model)).__name__} would let them see each other: set it to false"
                 )
             inputs["attention_mask"] = mask_segments(batch["segments"])
-        logits = _logits(model, used, **inputs)
+        logits = _compute_logits(model, used, **inputs)
         return functional.cross_entropy(
             logits.flatten(0, 1).float(), labels[:, used].flatten(),
             ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing,
         )  # fmt: skip
 
     def score_choices(self, model: nn.Module, prompts: list[Tensor]) -> Tensor:
-        """All choices of a prompt stand behind it in one row, and see the prompt and themselves alone.
+        """Score all choices of a prompt in one row after it. A choice sees only the prompt and itself.
 
-        One forward pass of L + B tokens a prompt, in place of C passes of the prompt with one choice each: they
-        are for models that do not go by a mask of ours in such a row.
+        This takes one forward pass of L + B tokens per prompt. Models that do not obey our mask need C passes,
+        with one choice each.
         """
         assert self._choices is not None
-        device = device_of(model)
+        device = find_device(model)
         tokens, mask = pad_rows(prompts, self._pad, device, left=True)
         if tokens.shape[1] + sum(map(len, self._choices)) > mask_reach(unwrap_model(model)):
-            return self._choice_by_choice(model, tokens, mask)
+            return self._score_each_choice(model, tokens, mask)
         block = torch.cat([c[:-1] for c in self._choices]).to(device)
         owner = torch.cat([torch.full((len(c) - 1,), j) for j, c in enumerate(self._choices)]).to(device)
         offset = torch.cat([torch.arange(len(c) - 1) for c in self._choices]).to(device)
@@ -265,10 +265,10 @@ class CausalObjective(TextObjective):
         positions = torch.cat([positions, mask.sum(dim=1, keepdim=True) + offset], dim=1)
         row = torch.cat([tokens, block.expand(count, extra)], dim=1)
         used = torch.arange(length - 1, length + extra, device=device)
-        logits = _logits(model, used, input_ids=row, attention_mask=sees, position_ids=positions)
+        logits = _compute_logits(model, used, input_ids=row, attention_mask=sees, position_ids=positions)
         return self._sum_choices(logits)
 
-    def _choice_by_choice(self, model: nn.Module, tokens: Tensor, mask: Tensor) -> Tensor:
+    def _score_each_choice(self, model: nn.Module, tokens: Tensor, mask: Tensor) -> Tensor:
         """The same, a row for each prompt and choice; `tokens` and `mask` of prompts, padded at their start."""
         assert self._choices is not None
         counts = "position_ids" in inspect.signature(unwrap_model(model).forward).parameters
@@ -279,7 +279,7 @@ class CausalObjective(TextObjective):
             seen = functional.pad(mask, (0, len(choice)), value=1)
             positions = {"position_ids": (seen.cumsum(dim=1) - 1).clamp_min(0)} if counts else {}
             used = torch.arange(tokens.shape[1] - 1, row.shape[1] - 1, device=row.device)
-            logits = _logits(model, used, input_ids=row, attention_mask=seen, **positions)
+            logits = _compute_logits(model, used, input_ids=row, attention_mask=seen, **positions)
             losses = functional.cross_entropy(
                 logits.float().transpose(1, 2), choice.expand(len(tokens), -1), reduction="none"
             )
@@ -321,14 +321,14 @@ class Seq2SeqObjective(TextObjective):
         )  # fmt: skip
 
     def score_choices(self, model: nn.Module, prompts: list[Tensor]) -> Tensor:
-        """The encoder reads every prompt once, and the decoder scores all choices for it.
+        """The encoder reads a prompt once, and the decoder scores all its choices.
 
-        An expansion is one of encoder and decoder together: a linearized model reads a prompt once a choice.
+        A linearized model reads a prompt once per choice, because it expands encoder and decoder together.
         """
         from transformers.modeling_outputs import BaseModelOutput
 
         assert self._choices is not None
-        device = device_of(model)
+        device = find_device(model)
         tokens, mask = pad_rows(prompts, self._pad, device)
         whole = isinstance(model, Tangent)
         first = torch.full_like(tokens[:, :1], self._pad)
@@ -357,12 +357,12 @@ class Seq2SeqObjective(TextObjective):
 
 def _shift(model: nn.Module, labels: Tensor) -> Tensor:
     """What a decoder reads where `labels` are wanted of it, as the model itself shifts them."""
-    found: Tensor = unwrap_model(model).prepare_decoder_input_ids_from_labels(labels=labels)
-    return found
+    shifted: Tensor = unwrap_model(model).prepare_decoder_input_ids_from_labels(labels=labels)
+    return shifted
 
 
-def _logits(model: nn.Module, used: Tensor, **inputs: Tensor) -> Tensor:
+def _compute_logits(model: nn.Module, used: Tensor, **inputs: Tensor) -> Tensor:
     """The logits at some positions of every row, `[N, len(used), V]`; others are left out where possible."""
     keeps = "logits_to_keep" in inspect.signature(unwrap_model(model).forward).parameters
-    found: Tensor = model(**inputs, use_cache=False, **({"logits_to_keep": used} if keeps else {})).logits
-    return found if keeps else found[:, used]
+    logits: Tensor = model(**inputs, use_cache=False, **({"logits_to_keep": used} if keeps else {})).logits
+    return logits if keeps else logits[:, used]

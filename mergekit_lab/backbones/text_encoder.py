@@ -1,11 +1,11 @@
-"""Text encoders with a frozen head: a text's embedding against one of each choice.
+"""Text encoders with a frozen head: compare a text's embedding with one of each choice.
 
-What CLIP is for pictures: the head is made once by the pretrained encoder and stays frozen, and what is
-fine-tuned, stored and merged is the encoder alone, in the names that transformers writes. A choice's embedding
-is that of its name in templates (`zero_shot`, as CLIP's; of use where pretraining was contrastive), or the mean
-of its training texts (`prototype`). An embedding is the mean over a text's tokens of the last hidden states, of
-length 1, as the sentence encoders of Reimers and Gurevych (Sentence-BERT, EMNLP 2019) have it. In contrastive
-losses sentence-transformers multiplies cosines by 20, and so does our head.
+They work as CLIP does for pictures. The pretrained encoder makes the head once, and the head stays frozen. Only
+the encoder is fine-tuned, stored and merged, in the names that transformers writes. A choice's embedding is
+that of its name in templates (`zero_shot`, useful after contrastive pretraining), or the mean of its training
+texts (`prototype`). An embedding is the mean of the last hidden states over a text's tokens, normalized, as in
+Sentence-BERT (Reimers and Gurevych, EMNLP 2019). Cosines are multiplied by 20, as in contrastive losses of
+sentence-transformers.
 
 Legend: N samples, L tokens, C choices, T templates, D width of an embedding.
 """
@@ -26,7 +26,7 @@ from torch.nn import functional
 from mergekit_lab.backbones.attention import leave_out_cudnn
 from mergekit_lab.backbones.heads import make_prototypes
 from mergekit_lab.backbones.language import count_positions, load_model, load_tokenizer, write_companions
-from mergekit_lab.backbones.objective import Backbone, device_of
+from mergekit_lab.backbones.objective import Backbone, find_device
 from mergekit_lab.backbones.pretrained import find_model
 from mergekit_lab.backbones.reading import DTYPES
 from mergekit_lab.backbones.rows import pad_rows, round_up
@@ -51,21 +51,21 @@ class TextEncoder(Backbone):
 
     Args:
         source: a folder, a hub id (`org/name`, `org/name@revision`), or `pypi:package==version/folder`.
-        max_length: tokens of a text, at least 8; longer ones are cut at their end, and counted.
-        head: what a choice is compared with: "zero_shot" (its name in the task's templates) or "prototype"
-            (the mean of its training texts).
-        temperature: positive; logits are the temperature times the cosine of two embeddings.
-        head_samples: training samples that a prototype head is made of, the first of the part; None takes all.
-        dropout: probability in [0, 1) in training, for all dropout layers; None keeps the model's own. At 0,
-            batches are padded to a few lengths and a GPU replays steps; otherwise padding would change what is
-            dropped.
-        group_by_length: batches of training hold samples of about one length.
-        precision: of evaluation, "float32" or "bfloat16" (by autocast).
-        note: what every report should say of these weights.
-        keep: where heads are kept; None keeps none.
+        max_length: the most tokens of a text, at least 8. Longer ones are cut at their end, and counted.
+        head: a choice's embedding, "zero_shot" (of its name in the task's templates) or "prototype" (the mean
+            of its training texts).
+        temperature: factor on the cosine of two embeddings, positive.
+        head_samples: number of training samples for a prototype head, the first of the part; None takes all.
+        dropout: probability in [0, 1) of all dropout layers in training; None keeps the model's own. Only at 0
+            are batches padded to a few lengths, so that a GPU can replay steps: otherwise padding would change
+            what is dropped.
+        group_by_length: make training batches of samples of similar length.
+        precision: arithmetic of evaluation, "float32" or "bfloat16" (by autocast).
+        note: a remark on these weights for every report.
+        keep: holds heads; None keeps none.
 
     Raises:
-        InputError: a value out of range; at first use, weights that cannot be obtained.
+        InputError: a value is out of range; at first use, weights cannot be obtained.
     """
 
     source: str
@@ -90,11 +90,13 @@ class TextEncoder(Backbone):
         require_choice("backbone.precision", self.precision, DTYPES)
 
     def with_keeper(self, keep: Keeper) -> TextEncoder:
-        """The same backbone, whose heads `keep` holds."""
+        """A copy of the backbone whose heads `keep` holds."""
         return replace(self, keep=keep)
 
     def model(self) -> nn.Module:
-        """A fresh copy in float32, evaluation mode; all trains but a pooler, which nothing reads."""
+        """A fresh copy in float32, in evaluation mode. All parameters train except a pooler, which nothing
+        reads.
+        """
         leave_out_cudnn()
         model: nn.Module = deepcopy(load_model(self.source, "encoder", "float32")).requires_grad_(True)
         pooler = getattr(model, "pooler", None)
@@ -128,7 +130,7 @@ class TextEncoder(Backbone):
         self.check(task)
         assert isinstance(task, TextTask)
         objective = EncoderObjective(task, load_tokenizer(self.source), self)
-        objective.head = self._head(objective)
+        objective.head = self._find_head(objective)
         return objective
 
     def learning(self, task: Task) -> dict[str, Any]:
@@ -145,7 +147,7 @@ class TextEncoder(Backbone):
         made_of = zero_shot if self.head == "zero_shot" else {"head_samples": self.head_samples}
         return {"head": self.head, "max_length": self.max_length, "temperature": self.temperature} | made_of
 
-    def _head(self, objective: EncoderObjective) -> Tensor:
+    def _find_head(self, objective: EncoderObjective) -> Tensor:
         if self.keep is None:
             return self._make_head(objective)
         task = objective.task
@@ -188,7 +190,7 @@ class EncoderObjective(ScoredText):
 
     Attributes:
         head: float32 `[C, D]`.
-        truncated: by part, how many texts were cut.
+        truncated: number of texts that were cut, by part.
     """
 
     head: Tensor
@@ -202,10 +204,10 @@ class EncoderObjective(ScoredText):
         self.register_buffer("head", torch.empty(0), persistent=False)
 
     def tokenize(self, part: Part) -> list[Tensor]:
-        """The texts of a part, int64 `[L]` each, once a process; says how many were cut."""
+        """Tokenize a part's texts once per process, int64 `[L]` each. Logs how many were cut."""
         if part not in self._tokens:
             rows, cut = self.read_texts(self.task.samples(part).prompts)
-            longest, limit = max(map(len, rows)), _positions(self.encoder.source)
+            longest, limit = max(map(len, rows)), _count_positions(self.encoder.source)
             if limit is not None and longest > limit:
                 raise InputError(
                     f"task {self.task.name!r}: texts of {part} take up to {longest} tokens, and this encoder "
@@ -221,7 +223,7 @@ class EncoderObjective(ScoredText):
         return self._tokens[part]
 
     def read_texts(self, texts: Iterable[str]) -> tuple[list[Tensor], int]:
-        """The tokens of each text, int64 `[L]`, and how many texts were cut."""
+        """Tokens of each text, int64 `[L]`, and how many texts were cut."""
         rows, cut, most = [], 0, self.encoder.max_length
         for text in texts:
             ids = self.tokenizer(text, verbose=False).input_ids
@@ -231,7 +233,7 @@ class EncoderObjective(ScoredText):
         return rows, cut
 
     def labels(self, part: Part, index: Tensor) -> Tensor:
-        """Places of the answers among the choices, int64 `[N]`."""
+        """Indices of the answers among the choices, int64 `[N]`."""
         assert self.task.choices is not None
         answers = self.task.samples(part).answers
         return torch.tensor([self.task.choices.index(answers[i]) for i in index.tolist()])
@@ -249,10 +251,10 @@ class EncoderObjective(ScoredText):
         return self.encoder.dropout == 0
 
     def fix_shape(self, batch: Any) -> Batch:
-        """Rows padded at their end to the next of a few lengths; the mask leaves that out."""
+        """Pad rows at their end to one of a few lengths. The mask excludes padding."""
         length = batch["input_ids"].shape[1]
         room = round_up(length)
-        extra = min(room, _positions(self.encoder.source) or room) - length
+        extra = min(room, _count_positions(self.encoder.source) or room) - length
         return batch | {
             "input_ids": functional.pad(batch["input_ids"], (0, extra), value=int(self.tokenizer.pad_token_id)),
             "attention_mask": functional.pad(batch["attention_mask"], (0, extra)),
@@ -271,13 +273,13 @@ class EncoderObjective(ScoredText):
         return TextClassifier(model, self.head)
 
     def embed(self, model: nn.Module, part: Part, index: Tensor) -> Tensor:
-        """`[N, D]`, on the model's device."""
+        """Embeddings `[N, D]`, on the model's device."""
         rows = self.tokenize(part)
         return self.embed_rows(model, [rows[i] for i in index.tolist()])
 
     def embed_rows(self, model: nn.Module, rows: Sequence[Tensor]) -> Tensor:
-        """The same for rows of tokens, int64 `[L]` each."""
-        device = device_of(model)
+        """Embeddings `[N, D]` of rows of tokens, int64 `[L]` each."""
+        device = find_device(model)
         size = max(1, _TOKENS // max(map(len, rows)))
         embeddings = []
         with torch.autocast(device.type, torch.bfloat16, enabled=self.encoder.precision == "bfloat16"):
@@ -292,7 +294,7 @@ class EncoderObjective(ScoredText):
         return [self.task.choices[i] for i in best.tolist()]
 
 
-def _positions(source: str) -> int | None:
+def _count_positions(source: str) -> int | None:
     """Tokens of a text that an encoder can have: RoBERTa and its kin count positions after their padding's."""
     limit = count_positions(source)
     embeddings = getattr(load_model(source, "encoder", "float32"), "embeddings", None)
@@ -301,7 +303,7 @@ def _positions(source: str) -> int | None:
 
 
 class TextClassifier(nn.Module):
-    """An encoder with a frozen head: logits `[N, C]`. The head stays out of `state_dict`."""
+    """An encoder with a frozen head: returns logits `[N, C]`. The head is not in `state_dict`."""
 
     head: Tensor
 
@@ -311,12 +313,12 @@ class TextClassifier(nn.Module):
         self.register_buffer("head", head, persistent=False)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Labels are taken and not read, as models of transformers take them."""
+        """Compute logits. `labels` are accepted, as by models of transformers, and ignored."""
         return embed_tokens(self.encoder, input_ids, attention_mask) @ self.head.T
 
 
 def embed_tokens(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Mean over tokens of the last hidden states, of length 1: `[N, D]`."""
+    """The normalized mean over tokens of the last hidden states: `[N, D]`."""
     hidden = model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
     seen = attention_mask[:, :, None].to(hidden.dtype)
     means: Tensor = (hidden * seen).sum(dim=1) / seen.sum(dim=1)

@@ -1,9 +1,9 @@
 """Named tensors on disk and in memory: read lazily, write atomically."""
 
-from mergekit_lab.checkpoints.adapter_layout import conv1d_weights
+from mergekit_lab.checkpoints.adapter_layout import find_conv1d_weights
 from mergekit_lab.checkpoints.adapter_writing import LowRankChange, write_adapter
-from mergekit_lab.checkpoints.adapters import ADAPTER_FILES, adapter_of
-from mergekit_lab.checkpoints.align import align, computed_buffers, untie
+from mergekit_lab.checkpoints.adapters import ADAPTER_FILES, find_adapter
+from mergekit_lab.checkpoints.align import align, list_computed_buffers, untie
 from mergekit_lab.checkpoints.card import Card, escape_markdown, fingerprint, read_versions, write_results
 from mergekit_lab.checkpoints.casting import FLOATING, cast, check_range
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
@@ -58,7 +58,8 @@ from mergekit_lab.checkpoints.quantized import refuse_quantized
 from mergekit_lab.checkpoints.reader import find_source, open_checkpoint
 from mergekit_lab.checkpoints.shards import MAX_SHARD_BYTES, ShardedWriter, plan_files, plan_shards
 from mergekit_lab.checkpoints.tokens import read_tokens
-from mergekit_lab.checkpoints.vocabulary import Reconciled, reconcile, vocabulary_rows
+from mergekit_lab.checkpoints.vocabulary import count_vocabulary_rows, reconcile
+from mergekit_lab.checkpoints.vocabulary_rows import Reconciled
 from mergekit_lab.checkpoints.writer import hash_file, write_tensors
 
 __all__ = [
@@ -82,7 +83,6 @@ __all__ = [
     "ShardedWriter",
     "TensorSpec",
     "View",
-    "adapter_of",
     "align",
     "arrange_layers",
     "assume_ties",
@@ -93,10 +93,9 @@ __all__ = [
     "check_range",
     "compare_configs",
     "compare_specs",
-    "computed_buffers",
-    "conv1d_weights",
     "copy_model_files",
     "copy_tokenizer_files",
+    "count_vocabulary_rows",
     "describe_inputs",
     "describe_model",
     "describe_tensors",
@@ -104,8 +103,10 @@ __all__ = [
     "escape_markdown",
     "explain_unreachable",
     "fetch_snapshot",
+    "find_adapter",
     "find_cached_folder",
     "find_cached_snapshot",
+    "find_conv1d_weights",
     "find_library",
     "find_other_weights",
     "find_parts_with_weights",
@@ -113,6 +114,7 @@ __all__ = [
     "fingerprint",
     "follow_tokenizer",
     "hash_file",
+    "list_computed_buffers",
     "make_folder",
     "measure_files",
     "open_checkpoint",
@@ -131,7 +133,6 @@ __all__ = [
     "split_layer",
     "stands_before_layers",
     "untie",
-    "vocabulary_rows",
     "write_adapter",
     "write_files",
     "write_results",

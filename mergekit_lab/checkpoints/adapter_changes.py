@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mergekit_lab.checkpoints.adapter_config import ADAPTER_CONFIG, by_pattern
+from mergekit_lab.checkpoints.adapter_config import ADAPTER_CONFIG, match_patterns
 from mergekit_lab.checkpoints.adapter_content import AdapterContent, fits
-from mergekit_lab.checkpoints.adapter_layout import Layout, stored_transposed
+from mergekit_lab.checkpoints.adapter_layout import Layout, find_transposed
 from mergekit_lab.checkpoints.adapter_placement import Placed
 from mergekit_lab.checkpoints.checkpoint import Checkpoint
-from mergekit_lab.checkpoints.in_memory import architecture_of
-from mergekit_lab.checkpoints.tied_weights import is_vocabulary_name, read_config, ties_embeddings
+from mergekit_lab.checkpoints.in_memory import find_architecture
+from mergekit_lab.checkpoints.tied_weights import is_tying_embeddings, is_vocabulary_name, read_config
 from mergekit_lab.errors import InputError, abbreviate, listing
 
 _LAST_SEEN_TWICE = (0, 21)
@@ -80,12 +80,12 @@ def plan_changes(
         target = targets.get(f"={inner}", inner)
         if target in changes:
             raise InputError(f"{label}: the adapter saves {target} twice ({changes[target].replaced}, {name})")
-        if not _repeats(tensors, content.plain, targets, inner):
+        if not _is_repeated(tensors, content.plain, targets, inner):
             changes[target] = Change(replaced=name)
-    targets = {**targets, **_parameters_of(label, tensors, placed, content)}
-    keys = {module: _pattern_key(content, module, targets[module]) for module in content.modules}
-    ranks = by_pattern(label, config, "rank_pattern", "r", keys.values())
-    alphas = by_pattern(label, config, "alpha_pattern", "lora_alpha", keys.values())
+    targets = {**targets, **_match_parameters(label, tensors, placed, content)}
+    keys = {module: _name_pattern(content, module, targets[module]) for module in content.modules}
+    ranks = match_patterns(label, config, "rank_pattern", "r", keys.values())
+    alphas = match_patterns(label, config, "alpha_pattern", "lora_alpha", keys.values())
     for module, parts in content.modules.items():
         target = targets[module]
         change = changes.setdefault(target, Change())
@@ -95,7 +95,7 @@ def plan_changes(
         shape = tensors.specs[change.replaced].shape if change.replaced else stored
         stack = shape[0] if len(shape) == 3 and target.split(".")[-1] in content.stacks else None
         key = keys[module]
-        change.factors = _factors(label, key, parts, tensors, config, ranks[key], alphas[key], stack)
+        change.factors = _read_factors(label, key, parts, tensors, config, ranks[key], alphas[key], stack)
         layout = Layout(_check_shape(label, target, change.factors, tensors, shape), shape[-2:])
         if (len(shape) == 2 or stack is not None) and "embedding_a" not in parts:
             layouts[target] = layout
@@ -108,22 +108,24 @@ def plan_changes(
     if whole:
         raise InputError(f"{label}: the adapter changes integers of the base ({listing(whole)})")
     swapped, version = bool(config.get("fan_in_fan_out")), str(config.get("peft_version") or "")
-    transposed = stored_transposed(label, base, layouts, swapped, version)
+    transposed = find_transposed(label, base, layouts, swapped, version)
     for target, change in changes.items():
         if change.factors and target in transposed:
             change.factors = replace(change.factors, transposed=True)
     return changes
 
 
-def _pattern_key(content: AdapterContent, module: str, target: str) -> str:
+def _name_pattern(content: AdapterContent, module: str, target: str) -> str:
     """What rank and alpha patterns are matched with: a module's name, a parameter's where that is adapted."""
     outer, last = re.sub(r"(\.base_layer)+$", "", module), target.split(".")[-1]
     return f"{outer}.{last}" if last in content.stacks else outer
 
 
-def _parameters_of(label: str, tensors: Checkpoint, placed: Placed, content: AdapterContent) -> dict[str, str]:
+def _match_parameters(
+    label: str, tensors: Checkpoint, placed: Placed, content: AdapterContent
+) -> dict[str, str]:
     """Which parameter each of the nested wrappers of a module adapts, by shapes."""
-    found: dict[str, str] = {}
+    parameters: dict[str, str] = {}
     for outer, modules in content.nested.items():
         if len(modules) == 1 and placed.targets[modules[0]].endswith(".weight"):
             continue
@@ -139,11 +141,11 @@ def _parameters_of(label: str, tensors: Checkpoint, placed: Placed, content: Ada
                 f"{label}: nothing tells which of ({listing(names)}) each of the {len(modules)} adapters of "
                 f"{outer!r} changes: merge it with peft and give the saved model"
             )
-        found.update(zip(modules, ways[0], strict=True))
-    return found
+        parameters.update(zip(modules, ways[0], strict=True))
+    return parameters
 
 
-def part_ties(
+def untie_parts(
     label: str,
     tensors: Checkpoint,
     placed: Placed,
@@ -172,7 +174,7 @@ def part_ties(
             copies = [content.copies[known[n]] for n in names if known.get(n) in content.copies]
             for name in names if copies else ():
                 changes.setdefault(name, Change(replaced=copies[0]))
-            alike = all(_alike(tensors, changes.get(first), changes.get(name)) for name in seconds)
+            alike = all(_are_alike(tensors, changes.get(first), changes.get(name)) for name in seconds)
         if alike:
             for name in seconds:
                 changes.pop(name, None)
@@ -182,8 +184,8 @@ def part_ties(
         elif len(seconds) > 1:
             changed = [name for name in names if name in changes]
             raise InputError(
-                f"{label}: the adapter changes {listing(changed)} alone, and the base ties {listing(names)}, "
-                "which one configuration cannot part: train it with ensure_weight_tying=True, or save the "
+                f"{label}: the adapter changes only {listing(changed)} of {listing(names)}, which the base "
+                "ties and one configuration cannot untie: train it with ensure_weight_tying=True, or save the "
                 "merged model untied"
             )
         else:
@@ -205,10 +207,10 @@ def part_ties(
 def _may_be_tied(base: Checkpoint) -> bool:
     """Whether the configuration ties embeddings of a class that is not known here."""
     config = {**read_config(base.folder), **base.changed}
-    return bool(ties_embeddings(config)) and architecture_of(base) is None
+    return bool(is_tying_embeddings(config)) and find_architecture(base) is None
 
 
-def _alike(tensors: Checkpoint, one: Change | None, other: Change | None) -> bool:
+def _are_alike(tensors: Checkpoint, one: Change | None, other: Change | None) -> bool:
     """Whether two changes are the same, or each other's mirror image, as an embedding's and a head's are."""
     if one is None or other is None or (one.bias is None) != (other.bias is None):
         return one is other
@@ -218,12 +220,12 @@ def _alike(tensors: Checkpoint, one: Change | None, other: Change | None) -> boo
         return False
     if one.factors is None or other.factors is None:
         return True
-    pairs = [_pair(tensors, factors) for factors in (one.factors, other.factors)]
+    pairs = [_orient_factors(tensors, factors) for factors in (one.factors, other.factors)]
     same = one.factors.scaling == other.factors.scaling
     return same and all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
 
 
-def _pair(tensors: Checkpoint, factors: Factors) -> tuple[Tensor, Tensor]:
+def _orient_factors(tensors: Checkpoint, factors: Factors) -> tuple[Tensor, Tensor]:
     """The factors of a change of [outputs, inputs], the embedding's of [tokens, width]."""
     parts = factors.parts
     if "embedding_a" in parts:
@@ -231,7 +233,7 @@ def _pair(tensors: Checkpoint, factors: Factors) -> tuple[Tensor, Tensor]:
     return tensors[parts["b"]], tensors[parts["a"]]
 
 
-def _repeats(tensors: Checkpoint, plain: Mapping[str, str], targets: Mapping[str, str], inner: str) -> bool:
+def _is_repeated(tensors: Checkpoint, plain: Mapping[str, str], targets: Mapping[str, str], inner: str) -> bool:
     """Whether a tensor that the base lacks is the second name of another one, as tied weights are saved."""
     if f"={inner}" in targets:
         return False
@@ -242,7 +244,7 @@ def _repeats(tensors: Checkpoint, plain: Mapping[str, str], targets: Mapping[str
     )
 
 
-def _factors(
+def _read_factors(
     label: str,
     module: str,
     parts: dict[str, str],
@@ -264,12 +266,12 @@ def _factors(
         raise InputError(f"{label}: {module!r} has rank {rank} in its file, {configured} in {ADAPTER_CONFIG}")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= _LARGEST_ALPHA:
         raise InputError(f"{label}: lora_alpha is {abbreviate(alpha)}; it must be a number, finite in float32")
-    times = _times_applied(label, parts[pair[0]], config)
+    times = _count_uses(label, parts[pair[0]], config)
     scaling = times * alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return Factors(parts, rank, scaling, stack=stack)
 
 
-def _times_applied(label: str, stored: str, config: Mapping[str, Any]) -> int:
+def _count_uses(label: str, stored: str, config: Mapping[str, Any]) -> int:
     """2 for the output projection of `nn.MultiheadAttention`, to which peft adds the change twice, else 1.
 
     That is so in its forward pass and when it merges, hence also in training (huggingface/peft#3774).

@@ -58,10 +58,10 @@ def read_adapter_config(folder: Path, label: str) -> dict[str, Any]:
     return config
 
 
-def by_pattern(
+def match_patterns(
     label: str, config: Mapping[str, Any], key: str, default: str, modules: Iterable[str]
 ) -> dict[str, Any]:
-    """What `config[key]`, a mapping from pattern to number, says of each module; else `config[default]`.
+    """Each module's number in `config[key]`, a mapping from pattern to number, or else `config[default]`.
 
     As in peft a pattern is a regular expression for a module's path from one of its dots on, and the first that
     matches counts. A file from elsewhere may hold one that would backtrack, or expand, without end.
@@ -72,7 +72,7 @@ def by_pattern(
     patterns = config.get(key) or {}
     if not isinstance(patterns, Mapping):
         raise InputError(f"{label}: {key} is a {type(patterns).__name__}, not a mapping from module to number")
-    found = dict.fromkeys(modules, config.get(default))
+    values = dict.fromkeys(modules, config.get(default))
     end = time.process_time() + _PATTERN_SECONDS
     for pattern, value in reversed(list(patterns.items())):
         holds = f"{label}: {key} holds {pattern[:200]!r}, which"
@@ -82,16 +82,16 @@ def by_pattern(
             raise InputError(f"{holds} refers to itself or to a group, or ignores case: write it without")
         try:
             ending = regex.compile(rf"(.*\.)?({pattern})$")
-            for module in found:
+            for module in values:
                 if ending.match(module, timeout=max(0.0, end - time.process_time())):
-                    found[module] = value
+                    values[module] = value
         except (regex.error, RecursionError) as error:
             raise InputError(f"{holds} is no regular expression ({error})") from None
         except TimeoutError:
             raise InputError(
                 f"{holds} takes too long to match with names: write it without repeats of repeats"
             ) from None
-    return found
+    return values
 
 
 _PATTERN_SECONDS = 10.0

@@ -55,8 +55,8 @@ class AdapterContent:
             raise InputError(
                 f"{label}: the adapter's file holds no tensors: was it saved where it was trained?"
             )
-        content = cls(stacks=tuple(_parameters(label, config)))
-        adapters = {found[2] for name in tensors if (found := _IN_MEMORY.search(name))}
+        content = cls(stacks=tuple(_read_parameters(label, config)))
+        adapters = {match[2] for name in tensors if (match := _IN_MEMORY.search(name))}
         if len(adapters) > 1:
             raise InputError(
                 f"{label}: its file holds several adapters ({listing(adapters)}): save one of them, "
@@ -96,23 +96,23 @@ class AdapterContent:
                 raise InputError(f"{label}: {self.plain[inner]} and {name} are one tensor with two values")
             self.plain[inner] = name
 
-    def wanted(self, tensors: Checkpoint) -> dict[str, Wanted]:
+    def list_wanted(self, tensors: Checkpoint) -> dict[str, Wanted]:
         """What is looked for in the base: modules by their name, whole tensors by theirs."""
-        found = {}
+        wanted = {}
         for module, parts in self.modules.items():
             outer = re.sub(r"(\.base_layer)+$", "", module)
             stacks = [f"{outer}.{name}" for name in self.stacks]
             names = (f"{outer}.weight", f"{outer}.in_proj_weight", *stacks)
-            found[module] = Wanted(names, lambda shape, p=parts: fits(tensors, p, shape))  # type: ignore[misc]
+            wanted[module] = Wanted(names, lambda shape, p=parts: fits(tensors, p, shape))  # type: ignore[misc]
         for inner, name in {**self.copies, **self.plain}.items():
-            found[f"={inner}"] = Wanted(
+            wanted[f"={inner}"] = Wanted(
                 (inner,),
                 lambda shape, n=name: shape[1:] == tensors.specs[n].shape[1:],  # type: ignore[misc]
             )
-        return found
+        return wanted
 
 
-def _parameters(label: str, config: Mapping[str, Any]) -> list[str]:
+def _read_parameters(label: str, config: Mapping[str, Any]) -> list[str]:
     """The last parts of the names in `target_parameters`, in the order in which peft nests them."""
     names = config.get("target_parameters") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

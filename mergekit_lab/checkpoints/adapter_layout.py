@@ -31,7 +31,7 @@ class Layout(NamedTuple):
         return None if len(set(self.shape)) == 1 else self.outputs_inputs != self.shape
 
 
-def stored_transposed(
+def find_transposed(
     label: str, base: Checkpoint, layouts: Mapping[str, Layout], configured: bool, version: str = ""
 ) -> set[str]:
     """The adapted matrices that `base` stores as [in, out].
@@ -50,13 +50,17 @@ def stored_transposed(
     single = {name: layout for name, layout in layouts.items() if name not in stacks}
     known = {name: layout.transposed for name, layout in single.items() if layout.transposed is not None}
     square = [name for name in single if name not in known]
-    seen = {**_by_biases(base), **known} if square else known
+    seen = {**_compare_biases(base), **known} if square else known
     conv1d = read_config(base.folder).get("model_type") in _CONV1D_MODELS
-    found = {name for name, transposed in known.items() if transposed}
+    names = {name for name, transposed in known.items() if transposed}
     for name in square:
-        alike = {transposed for other, transposed in seen.items() if _kind(other) == _kind(name)}
+        alike = {transposed for other, transposed in seen.items() if _name_kind(other) == _name_kind(name)}
         votes = (
-            alike if len(alike) == 1 else {_kind(name) in _CONV1D} if conv1d else {configured, *seen.values()}
+            alike
+            if len(alike) == 1
+            else {_name_kind(name) in _CONV1D}
+            if conv1d
+            else {configured, *seen.values()}
         )
         if len(votes) != 1:
             raise InputError(
@@ -65,11 +69,13 @@ def stored_transposed(
                 "saved model"
             )
         if True in votes:
-            found.add(name)
-    return found | _stacks_transposed(label, base, stacks, version)
+            names.add(name)
+    return names | _find_transposed_stacks(label, base, stacks, version)
 
 
-def _stacks_transposed(label: str, base: Checkpoint, layouts: Mapping[str, Layout], version: str) -> set[str]:
+def _find_transposed_stacks(
+    label: str, base: Checkpoint, layouts: Mapping[str, Layout], version: str
+) -> set[str]:
     """The adapted stacks of matrices whose factors were made for [in, out].
 
     peft goes by the model's class, and before 0.21 it may have gone by the shape alone.
@@ -92,28 +98,30 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
-def conv1d_weights(base: Checkpoint) -> frozenset[str]:
+def find_conv1d_weights(base: Checkpoint) -> frozenset[str]:
     """The base's weights that are stored as [in, out].
 
     Square ones are where others of their kind are, or where others are at all and their name is Conv1D's.
     """
-    known = _by_biases(base)
-    found = {name for name, transposed in known.items() if transposed}
-    kinds = {_kind(name) for name in found} | (_CONV1D if found else set())
+    known = _compare_biases(base)
+    names = {name for name, transposed in known.items() if transposed}
+    kinds = {_name_kind(name) for name in names} | (_CONV1D if names else set())
     square = {name for name, spec in base.specs.items() if len(spec.shape) == 2 and len(set(spec.shape)) == 1}
-    return frozenset(found | {name for name in square if name.endswith(".weight") and _kind(name) in kinds})
+    return frozenset(
+        names | {name for name in square if name.endswith(".weight") and _name_kind(name) in kinds}
+    )
 
 
-def _kind(name: str) -> str:
+def _name_kind(name: str) -> str:
     return name.removesuffix(".weight").split(".")[-1]
 
 
-def _by_biases(base: Checkpoint) -> dict[str, bool]:
+def _compare_biases(base: Checkpoint) -> dict[str, bool]:
     """Layouts of the base's own matrices: a bias has one entry an output."""
-    found = {}
+    transposed = {}
     for name, spec in base.specs.items():
         bias = base.specs.get(name.removesuffix("weight") + "bias")
         matrix = name.endswith(".weight") and len(spec.shape) == 2 and len(set(spec.shape)) == 2
         if matrix and bias and len(bias.shape) == 1:
-            found[name] = bias.shape != spec.shape[:1]
-    return found
+            transposed[name] = bias.shape != spec.shape[:1]
+    return transposed

@@ -17,13 +17,13 @@ from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec
 from mergekit_lab.checkpoints.in_memory import (
     Architecture,
     Made,
-    architecture_of,
+    as_loaded,
+    as_relaid,
     as_stored,
     choose_prefix,
-    loaded,
-    relaid,
+    find_architecture,
 )
-from mergekit_lab.checkpoints.tied_weights import could_be_vocabulary, read_config, ties_embeddings
+from mergekit_lab.checkpoints.tied_weights import can_be_vocabulary, is_tying_embeddings, read_config
 from mergekit_lab.errors import InputError, listing
 
 
@@ -51,7 +51,7 @@ class Placed(NamedTuple):
     back: Callable[[Checkpoint], Checkpoint] | None = None
 
 
-def place(label: str, base: Checkpoint, wanted: Mapping[str, Wanted], kind: str | None) -> Placed:
+def locate(label: str, base: Checkpoint, wanted: Mapping[str, Wanted], kind: str | None) -> Placed:
     """Find everything that is wanted.
 
     Args:
@@ -60,18 +60,18 @@ def place(label: str, base: Checkpoint, wanted: Mapping[str, Wanted], kind: str 
     Raises:
         InputError: two prefixes fit, and nothing tells which.
     """
-    ties = bool(base.find_ties()) or bool(ties_embeddings({**read_config(base.folder), **base.changed}))
-    direct = _found(wanted, base.specs.__contains__)
-    if len(direct) == len(wanted) and not any(map(could_be_vocabulary, direct.values())):
+    ties = bool(base.find_ties()) or bool(is_tying_embeddings({**read_config(base.folder), **base.changed}))
+    direct = _select_known(wanted, base.specs.__contains__)
+    if len(direct) == len(wanted) and not any(map(can_be_vocabulary, direct.values())):
         return Placed(base, direct, {})
-    own = architecture_of(base)
+    own = find_architecture(base)
     ties = ties or (own is not None and bool(own.tied))  # T5 1.1 ties what is `shared`, whatever the flag says
-    seconds = _second_names(base, own) if ties else {}
-    direct = _found(wanted, {*base, *seconds}.__contains__)
+    seconds = _list_second_names(base, own) if ties else {}
+    direct = _select_known(wanted, {*base, *seconds}.__contains__)
     if len(direct) == len(wanted):
         return Placed(base, direct, seconds)
     best = Placed(base, direct, seconds)
-    for architecture in (architecture_of(base, kind) if kind else None, own):
+    for architecture in (find_architecture(base, kind) if kind else None, own):
         if architecture is not None:
             by_class = _by_architecture(base, wanted, architecture, ties)
             if len(by_class.targets) > len(best.targets):
@@ -81,7 +81,7 @@ def place(label: str, base: Checkpoint, wanted: Mapping[str, Wanted], kind: str 
         if len(by_prefix.targets) > len(best.targets):
             best = by_prefix
     if len(best.targets) < len(wanted) and own is not None and (split := _in_pieces(base, own)) is not None:
-        by_pieces = place(label, split.base, wanted, kind)
+        by_pieces = locate(label, split.base, wanted, kind)
         if len(by_pieces.targets) > len(best.targets):
             best = by_pieces._replace(back=split.back)
     return best
@@ -89,8 +89,8 @@ def place(label: str, base: Checkpoint, wanted: Mapping[str, Wanted], kind: str 
 
 def _in_pieces(base: Checkpoint, architecture: Architecture) -> Placed | None:
     """The base with a mixture's experts one by one, as earlier releases write them; None if it has them so."""
-    own, shapes = architecture.made_of(base), architecture.list_pieces()
-    split = architecture.made_of(shapes)
+    own, shapes = architecture.match_names(base), architecture.list_pieces()
+    split = architecture.match_names(shapes)
     own = {target: made for target, made in own.items() if made.name and target in split}
     split = {target: split[target] for target in own}
     if all(made.name for made in split.values()):
@@ -100,21 +100,21 @@ def _in_pieces(base: Checkpoint, architecture: Architecture) -> Placed | None:
     }
 
     def back(folded: Checkpoint) -> Checkpoint:
-        return relaid(folded, split, base.specs, own)
+        return as_relaid(folded, split, base.specs, own)
 
-    return Placed(relaid(base, own, specs, split), {}, {}, back)
+    return Placed(as_relaid(base, own, specs, split), {}, {}, back)
 
 
-def _found(wanted: Mapping[str, Wanted], known: Callable[[str], bool]) -> dict[str, str]:
+def _select_known(wanted: Mapping[str, Wanted], known: Callable[[str], bool]) -> dict[str, str]:
     pairs = ((key, next((n for n in want.names if known(n)), None)) for key, want in wanted.items())
     return {key: name for key, name in pairs if name is not None}
 
 
-def _second_names(base: Checkpoint, architecture: Architecture | None) -> dict[str, str]:
+def _list_second_names(base: Checkpoint, architecture: Architecture | None) -> dict[str, str]:
     """Second names of tied weights, also of those that the files leave out."""
     seconds = dict(base.find_ties())
     if architecture is not None:
-        names = {target: made.name or target for target, made in architecture.made_of(base).items()}
+        names = {target: made.name or target for target, made in architecture.match_names(base).items()}
         for second, first in architecture.tied.items():
             first, second = names.get(first, first), names.get(second, second)
             if first in base and second not in seconds and (second not in base or second in base.find_ties()):
@@ -125,14 +125,14 @@ def _second_names(base: Checkpoint, architecture: Architecture | None) -> dict[s
 def _by_architecture(
     base: Checkpoint, wanted: Mapping[str, Wanted], architecture: Architecture, ties: bool
 ) -> Placed:
-    made = architecture.made_of(base)
+    made = architecture.match_names(base)
     tied = {n: k for n, k in architecture.tied.items() if ties and k in made and n not in made}
-    targets = _found(wanted, {*made, *tied}.__contains__)
+    targets = _select_known(wanted, {*made, *tied}.__contains__)
     if all(name in tied or _is_only_moved(name, made[name]) for name in targets.values()):
         names = {target: one.name for target, one in made.items() if one.name}
         placed = {key: names.get(name, name) for key, name in targets.items()}
-        return Placed(base, placed, _second_names(base, architecture) if ties else {})
-    whole = loaded(base, architecture)
+        return Placed(base, placed, _list_second_names(base, architecture) if ties else {})
+    whole = as_loaded(base, architecture)
     back = partial(as_stored, like=base, made=made)
     return Placed(whole, targets, {**whole.find_ties(), **tied}, back)
 
@@ -151,10 +151,10 @@ def _by_prefix(
     own: Architecture | None,
 ) -> Placed:
     options = {}
-    for drop, add in _prefixes(base, wanted.values()):
+    for drop, add in _list_prefixes(base, wanted.values()):
         names = _without(wanted, drop)
-        found = _found(names, lambda name, add=add: add + name in base or add + name in seconds)  # type: ignore[misc]
-        targets = {key: add + name for key, name in found.items()}
+        names_by_key = _select_known(names, lambda name, add=add: add + name in base or add + name in seconds)  # type: ignore[misc]
+        targets = {key: add + name for key, name in names_by_key.items()}
         fitting = sum(name not in base or wanted[k].fits(base.specs[name].shape) for k, name in targets.items())
         options[drop, add] = (fitting, targets)
     most = max((fitting for fitting, _ in options.values()), default=0)
@@ -179,7 +179,7 @@ def _without(wanted: Mapping[str, Wanted], drop: str) -> dict[str, Wanted]:
     return {k: Wanted(tuple(n.removeprefix(drop) for n in w.names), w.fits) for k, w in wanted.items()}
 
 
-def _prefixes(base: Checkpoint, wanted: Iterable[Wanted]) -> list[tuple[str, str]]:
+def _list_prefixes(base: Checkpoint, wanted: Iterable[Wanted]) -> list[tuple[str, str]]:
     """What may be left out before names, or put there: all that makes some of them the base's."""
     names = {name for want in wanted for name in want.names}
     added = set()
@@ -197,7 +197,7 @@ def _prefixes(base: Checkpoint, wanted: Iterable[Wanted]) -> list[tuple[str, str
     return [*(("", add) for add in sorted(added)), *((drop, "") for drop in sorted(dropped))]
 
 
-def target_class(config: Mapping[str, Any]) -> str | None:
+def read_target_class(config: Mapping[str, Any]) -> str | None:
     """The class of the model that an adapter was trained on, if its configuration says."""
     mapping = config.get("auto_mapping")
     kind = mapping.get("base_model_class") if isinstance(mapping, Mapping) else None

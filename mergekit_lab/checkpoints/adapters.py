@@ -1,10 +1,9 @@
-"""PEFT LoRA adapters as dense checkpoints: the base's tensors, with the adapter's change added where it has
-one.
+"""PEFT LoRA adapters as dense checkpoints: the base's tensors with the adapter's change added.
 
 Hu et al. 2021 (LoRA), Kalajdzievski 2023 (rsLoRA: α/√r), Liu et al. 2024 (DoRA: a learned norm for each
-output). What peft writes is read from its files alone; peft's `merge_and_unload` is what the tests compare
-with. The change is computed in float32 and the folded tensors are float32 (float64 where the base is), so that
-a 16-bit base does not round a small change away.
+output). Only peft's files are read, not peft itself; tests compare with its `merge_and_unload`. The change is
+computed in float32 and the folded tensors are float32 (float64 where the base is), so that a 16-bit base does
+not round a small change away.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mergekit_lab.checkpoints.adapter_changes import Change, Factors, check_placed, part_ties, plan_changes
+from mergekit_lab.checkpoints.adapter_changes import Change, Factors, check_placed, plan_changes, untie_parts
 from mergekit_lab.checkpoints.adapter_config import ADAPTER_CONFIG, read_adapter_config
 from mergekit_lab.checkpoints.adapter_content import AdapterContent, check_kinds
-from mergekit_lab.checkpoints.adapter_placement import place, target_class
+from mergekit_lab.checkpoints.adapter_placement import locate, read_target_class
 from mergekit_lab.checkpoints.adapter_writing import LowRankChange
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, Computed, TensorSpec, View
 from mergekit_lab.checkpoints.files import Pickled, Safetensors
@@ -33,7 +32,7 @@ ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """What a report says of an adapter: targets and their ranks, tensors that are replaced whole."""
+    """An adapter in reports: targets with their ranks, and tensors that are replaced whole."""
 
     targets: Mapping[str, int]
     replaced: tuple[str, ...]
@@ -92,9 +91,9 @@ class Folded(Computed):
         dtype = self.specs[name].dtype
         values = (self._tensors[change.replaced] if change.replaced else self.base[stored]).to(dtype)
         if change.bias:
-            values = values + self._part(change.bias, "b_bias", dtype) * change.bias.scaling
+            values = values + self._read_part(change.bias, "b_bias", dtype) * change.bias.scaling
         if change.factors:
-            values = self._adapted(name, values, change.factors)
+            values = self._adapt(name, values, change.factors)
         return values
 
     @property
@@ -114,21 +113,21 @@ class Folded(Computed):
         change = self._changes.get(name)
         if change is None or change.factors is None:
             return None
-        a, b = (self._part(change.factors, part, torch.float32).flatten(1) for part in ("a", "b"))
+        a, b = (self._read_part(change.factors, part, torch.float32).flatten(1) for part in ("a", "b"))
         return LowRankChange(b * change.factors.scaling, a)
 
     def find_ties(self) -> dict[str, str]:
         pairs = {n: k for n, k in self.base.find_ties().items() if n not in self.untied}
         return {n: k for n, k in pairs.items() if self._changes.get(n) is self._changes.get(k)}
 
-    def _part(self, factors: Factors, part: str, dtype: torch.dtype) -> Tensor:
+    def _read_part(self, factors: Factors, part: str, dtype: torch.dtype) -> Tensor:
         return self._tensors[factors.parts[part]].to(dtype)
 
-    def _adapted(self, name: str, weight: Tensor, factors: Factors) -> Tensor:
+    def _adapt(self, name: str, weight: Tensor, factors: Factors) -> Tensor:
         """`W + s·B·A`; DoRA: that, each output's vector scaled to the norm that was learned for it."""
         embedding = "embedding_a" in factors.parts
-        a = self._part(factors, "embedding_a" if embedding else "a", weight.dtype)
-        b = self._part(factors, "embedding_b" if embedding else "b", weight.dtype)
+        a = self._read_part(factors, "embedding_a" if embedding else "a", weight.dtype)
+        b = self._read_part(factors, "embedding_b" if embedding else "b", weight.dtype)
         if factors.stack is not None:
             each = "eio" if factors.transposed else "eoi"
             a, b = a.reshape(factors.stack, -1, a.shape[-1]), b.reshape(b.shape[0], -1, factors.stack)
@@ -142,17 +141,17 @@ class Folded(Computed):
         outputs = adapted.dim() - 1 if transposed else 0
         others = tuple(d for d in range(adapted.dim()) if d != outputs)
         norm = torch.linalg.vector_norm(adapted, dim=others, keepdim=True)
-        return adapted * (self._part(factors, "magnitude", weight.dtype).view_as(norm) / norm)
+        return adapted * (self._read_part(factors, "magnitude", weight.dtype).view_as(norm) / norm)
 
 
-def adapter_of(checkpoint: Checkpoint) -> Folded | None:
+def find_adapter(checkpoint: Checkpoint) -> Folded | None:
     """The folded adapter that a checkpoint is a view of, if it is one of an adapter."""
     while isinstance(checkpoint, View):
         checkpoint = checkpoint.origin
     return checkpoint if isinstance(checkpoint, Folded) else None
 
 
-def adapter_folder(path: Path, label: str) -> Path:
+def find_adapter_folder(path: Path, label: str) -> Path:
     """The folder of the adapter that a path is meant for: beside the adapter's file, or the only one below, as
     peft saves adapters that have a name; any other path as it is.
 
@@ -191,24 +190,24 @@ def open_adapter(folder: Path, base: Checkpoint | None, label: str) -> Checkpoin
         tensors = Pickled(label, pickled, folder)
     else:
         raise InputError(f"{label}: the adapter folder {folder} lacks adapter_model.safetensors")
-    return _folded(label, tensors, base, config)
+    return _fold(label, tensors, base, config)
 
 
-def _folded(label: str, tensors: Checkpoint, base: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
+def _fold(label: str, tensors: Checkpoint, base: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     check_kinds(label, tensors)
     content = AdapterContent.read(label, tensors, config)
-    wanted = content.wanted(tensors)
-    placed = place(label, base, wanted, target_class(config))
+    wanted = content.list_wanted(tensors)
+    placed = locate(label, base, wanted, read_target_class(config))
     check_placed(label, tensors, content, placed, config)
     changes = plan_changes(label, tensors, placed, content, config)
-    untied = part_ties(label, tensors, placed, content, changes, config)
+    untied = untie_parts(label, tensors, placed, content, changes, config)
     folded = Folded(label, placed.base, tensors, changes, config, untied)
     if placed.back is None:
         return folded
     stored = placed.back(folded)
     others = {name: spec for name, spec in base.specs.items() if name not in stored}
-    return View(stored, {**stored.specs, **others}, {name: _reader(base, name) for name in others})
+    return View(stored, {**stored.specs, **others}, {name: _make_reader(base, name) for name in others})
 
 
-def _reader(checkpoint: Checkpoint, name: str) -> Callable[[], Tensor]:
+def _make_reader(checkpoint: Checkpoint, name: str) -> Callable[[], Tensor]:
     return lambda: checkpoint[name]

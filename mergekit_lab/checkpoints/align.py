@@ -17,12 +17,18 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
-from mergekit_lab.checkpoints.in_memory import Architecture, architecture_of, choose_prefix, mixtures, relaid
+from mergekit_lab.checkpoints.in_memory import (
+    Architecture,
+    as_relaid,
+    choose_prefix,
+    find_architecture,
+    list_mixtures,
+)
 from mergekit_lab.checkpoints.tied_weights import (
     find_tied_groups,
+    is_tying_embeddings,
     read_config,
     read_vocabulary_size,
-    ties_embeddings,
 )
 from mergekit_lab.errors import InputError, listing
 
@@ -63,7 +69,7 @@ def align(
     Raises:
         InputError: a weight that the base ties, and that is merged, has two values in the expert.
     """
-    expert = _in_the_bases_layout(base, _renamed(base, expert, say), expert, say)
+    expert = _in_the_bases_layout(base, _rename(base, expert, say), expert, say)
     expert = _with_the_bases_buffers(base, expert, say)
     expert = _without_second_names(base, expert, read, say, is_merged)
     return _with_second_names(base, expert, read, say)
@@ -78,16 +84,16 @@ def untie(base: Checkpoint, experts: Iterable[Checkpoint], say: Say = lambda tex
         return base
     say(
         f"{listing(pairs)}: not tied in the result (tie_word_embeddings: false), because an adapter changes "
-        "one of the tied weights alone"
+        "only one of the tied weights"
     )
     specs = {**base.specs, **{name: base.specs[kept] for name, kept in pairs.items()}}
     tied = {name: kept for name, kept in base.find_ties().items() if name not in pairs}
-    view = View(base, specs, {name: _reader(base, kept) for name, kept in pairs.items()}, tied)
+    view = View(base, specs, {name: _make_reader(base, kept) for name, kept in pairs.items()}, tied)
     view.changed, view.untied = {**base.changed, "tie_word_embeddings": False}, pairs
     return view
 
 
-def computed_buffers(checkpoint: Checkpoint) -> list[str]:
+def list_computed_buffers(checkpoint: Checkpoint) -> list[str]:
     """Tensors that a model makes anew from its configuration, whatever a file holds: they are never merged."""
     return [name for name, spec in checkpoint.specs.items() if _is_computed(name, spec)]
 
@@ -100,20 +106,20 @@ def _is_computed(name: str, spec: TensorSpec) -> bool:
     return bool(_FREQUENCIES.search(name))
 
 
-def _renamed(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
+def _rename(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
     if base.specs.keys() == expert.specs.keys() or not expert.specs:
         return expert
-    wanted = {_usual(name): name for name in base}
-    found = {name: _usual(name) for name in expert}
-    drop, add = _prefixes(base, expert, found, wanted)
-    placed = {name: add + usual.removeprefix(drop) for name, usual in found.items()}
+    wanted = {_respell(name): name for name in base}
+    usuals = {name: _respell(name) for name in expert}
+    drop, add = _choose_prefixes(base, expert, usuals, wanted)
+    placed = {name: add + usual.removeprefix(drop) for name, usual in usuals.items()}
     new = {
         name: name if name in base and not (drop or add) else wanted.get(at, at) for name, at in placed.items()
     }
     if len(set(new.values())) < len(new) or all(name == at for name, at in new.items()):
         return expert
     if drop:
-        others = [name for name, usual in found.items() if not usual.startswith(drop)]
+        others = [name for name, usual in usuals.items() if not usual.startswith(drop)]
         but = f" but {listing(others)}" if others else ""
         say(f"{expert.label}: the prefix {drop!r} of every name{but} is left out")
     if add:
@@ -123,10 +129,10 @@ def _renamed(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
         say(f"{expert.label}: {len(spelled)} names are spelled as in the base ({listing(spelled, 2)})")
     specs = {new[name]: spec for name, spec in expert.specs.items()}
     tied = {new[n]: new[k] for n, k in expert.find_ties().items()}
-    return View(expert, specs, {new[name]: _reader(expert, name) for name in expert}, tied)
+    return View(expert, specs, {new[name]: _make_reader(expert, name) for name in expert}, tied)
 
 
-def _usual(name: str) -> str:
+def _respell(name: str) -> str:
     """A name without wrappers of modules, in the newer spelling."""
     name = _WRAPPERS.sub("", name)
     for old, new in _SPELLINGS:
@@ -134,57 +140,59 @@ def _usual(name: str) -> str:
     return name
 
 
-def _prefixes(
-    base: Checkpoint, expert: Checkpoint, found: Mapping[str, str], wanted: Mapping[str, str]
+def _choose_prefixes(
+    base: Checkpoint, expert: Checkpoint, usuals: Mapping[str, str], wanted: Mapping[str, str]
 ) -> tuple[str, str]:
     """What to leave out before every name, or to put there, so that most of the base's names are met.
 
     Args:
-        found: the expert's names, each in its usual spelling.
+        usuals: the expert's names, each in its usual spelling.
         wanted: the base's names by their usual spelling.
 
     Raises:
         InputError: two prefixes meet as many names, of as many shapes, and the expert's class does not tell.
     """
 
-    def met(option: tuple[str, str]) -> tuple[int, int]:
+    def count_met(option: tuple[str, str]) -> tuple[int, int]:
         """How many names are met, and how many of these with their shape."""
-        pairs = ((name, wanted.get(option[1] + usual.removeprefix(option[0]))) for name, usual in found.items())
+        pairs = (
+            (name, wanted.get(option[1] + usual.removeprefix(option[0]))) for name, usual in usuals.items()
+        )
         shapes = [expert.specs[n].shape == base.specs[at].shape for n, at in pairs if at is not None]
         return len(shapes), sum(shapes)
 
-    usual = set(found.values())
+    usual = set(usuals.values())
     if usual <= wanted.keys():
         return "", ""
-    dropped = [(head, "") for head in _heads(usual, len(usual) // 2 + 1)]
-    count = Counter(head for name in wanted for head, rest in _cuts(name) if rest in usual)
+    dropped = [(head, "") for head in _list_heads(usual, len(usual) // 2 + 1)]
+    count = Counter(head for name in wanted for head, rest in _cut_at_dots(name) if rest in usual)
     added = [("", head) for head, met_names in sorted(count.items()) if met_names == max(count.values())]
-    options = {option: met(option) for option in (("", ""), *dropped, *added)}
+    options = {option: count_met(option) for option in (("", ""), *dropped, *added)}
     best = max(options.values())
     if options["", ""][0] == best[0]:
         return "", ""
     alike = [option for option, score in options.items() if score == best]
-    if len(alike) == 1 or 2 * best[0] < len(found):
-        return alike[0] if 2 * best[0] >= len(found) or not alike[0][1] else ("", "")
+    if len(alike) == 1 or 2 * best[0] < len(usuals):
+        return alike[0] if 2 * best[0] >= len(usuals) or not alike[0][1] else ("", "")
     named = read_config(expert.folder).get("architectures")
     kind = str(named[0]) if isinstance(named, list) and named else None
-    told = choose_prefix([add for _, add in alike], kind, architecture_of(base), base)
+    told = choose_prefix([add for _, add in alike], kind, find_architecture(base), base)
     if told is None:
         heads = [add or drop for drop, add in alike]
         raise InputError(
             f"expert {expert.label!r} fits the base under several prefixes ({listing(heads)}), and nothing "
-            "tells which part it is: put the right one before its names, or its config.json beside it"
+            "tells which part it is: put the right one before its names, or its config.json next to it"
         )
     return "", told
 
 
-def _heads(names: Iterable[str], least: float) -> list[str]:
+def _list_heads(names: Iterable[str], least: float) -> list[str]:
     """Prefixes up to a dot that at least so many names have, the shortest first."""
-    count = Counter(head for name in names for head, _ in _cuts(name))
+    count = Counter(head for name in names for head, _ in _cut_at_dots(name))
     return sorted((head for head, n in count.items() if n >= least), key=len)
 
 
-def _cuts(name: str) -> list[tuple[str, str]]:
+def _cut_at_dots(name: str) -> list[tuple[str, str]]:
     """A name cut after each of its dots."""
     return [(name[: dot.end()], name[dot.end() :]) for dot in re.finditer(r"\.", name)]
 
@@ -196,33 +204,33 @@ def _in_the_bases_layout(base: Checkpoint, renamed: Checkpoint, expert: Checkpoi
     extra = [name for name in renamed if name not in base and not _is_computed(name, renamed.specs[name])]
     if not lacking or not extra:
         return renamed
-    for architecture in _architectures(base, expert):
-        moved = relaid(expert, architecture.made_of(expert), base.specs, architecture.made_of(base))
+    for architecture in _list_architectures(base, expert):
+        moved = as_relaid(expert, architecture.match_names(expert), base.specs, architecture.match_names(base))
         if len(base.keys() - moved.keys()) < lacking:
             say(f"{expert.label}: names and layout as in the base, by {architecture.name} of transformers")
             return moved
     return renamed
 
 
-def _architectures(base: Checkpoint, expert: Checkpoint) -> Iterator[Architecture]:
+def _list_architectures(base: Checkpoint, expert: Checkpoint) -> Iterator[Architecture]:
     """What may say how two layouts belong together, the surest first."""
     named = read_config(expert.folder).get("architectures")
     own = str(named[0]) if isinstance(named, list) and named else None
     for holder, kind in ((base, own), (base, None), (expert, None)):
-        architecture = architecture_of(holder, kind)
+        architecture = find_architecture(holder, kind)
         if architecture is not None:
             yield architecture
     for holder in (base, expert):
-        yield from mixtures(holder.specs)
+        yield from list_mixtures(holder.specs)
 
 
-def _reader(checkpoint: Checkpoint, name: str) -> Callable[[], Tensor]:
+def _make_reader(checkpoint: Checkpoint, name: str) -> Callable[[], Tensor]:
     return lambda: checkpoint[name]
 
 
 def _with_the_bases_buffers(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
-    buffers = computed_buffers(base)
-    extra = [name for name in computed_buffers(expert) if name not in base]
+    buffers = list_computed_buffers(base)
+    extra = [name for name in list_computed_buffers(expert) if name not in base]
     if not buffers and not extra:
         return expert
     lacking = [name for name in buffers if name not in expert]
@@ -232,7 +240,7 @@ def _with_the_bases_buffers(base: Checkpoint, expert: Checkpoint, say: Say) -> C
         say(f"{expert.label}: buffers that a model computes are taken from the base: {listing(lacking)}")
     specs = {name: spec for name, spec in expert.specs.items() if name not in extra}
     specs |= {name: base.specs[name] for name in buffers}
-    return View(expert, specs, {name: _reader(base, name) for name in buffers})
+    return View(expert, specs, {name: _make_reader(base, name) for name in buffers})
 
 
 def _without_second_names(
@@ -251,7 +259,7 @@ def _without_second_names(
     shapes |= {name: spec.shape for name, spec in expert.specs.items()}
     alike = {name: TensorSpec(shape, torch.float32) for name, shape in shapes.items()}
     names = {name: name for name in expert}
-    for group in find_tied_groups(alike, size, ties_embeddings(theirs) is not False):
+    for group in find_tied_groups(alike, size, is_tying_embeddings(theirs) is not False):
         first = next((name for name in group if name in base.specs), None)
         held = [name for name in group if name in extra]
         if first is None or not held:
@@ -274,7 +282,7 @@ def _without_second_names(
     if specs.keys() == expert.keys():
         return expert
     tied = {names[n]: names[k] for n, k in expert.find_ties().items() if n in names and k in names}
-    return View(expert, specs, {new: _reader(expert, name) for name, new in names.items()}, tied)
+    return View(expert, specs, {new: _make_reader(expert, name) for name, new in names.items()}, tied)
 
 
 def _are_equal(checkpoint: Checkpoint, *names: str) -> bool:
@@ -289,9 +297,9 @@ def _with_second_names(base: Checkpoint, expert: Checkpoint, read: bool, say: Sa
         return expert
     own, theirs = read_config(expert.folder), read_config(base.folder)
     size = read_vocabulary_size(theirs) or read_vocabulary_size(own)
-    tied = ties_embeddings(own)
+    tied = is_tying_embeddings(own)
     if tied is None:
-        tied = bool(ties_embeddings(theirs)) and (not read or bool(base.find_ties()))
+        tied = bool(is_tying_embeddings(theirs)) and (not read or bool(base.find_ties()))
     second = {name: kept for name, kept in base.untied.items() if name in missing and kept in expert.specs}
     for group in find_tied_groups(base.specs, size, tied):
         shared = [name for name in group if name in expert.specs]
@@ -305,4 +313,6 @@ def _with_second_names(base: Checkpoint, expert: Checkpoint, read: bool, say: Sa
         name: expert.specs[second.get(name, name)] for name in base.specs if name in second or name in expert
     }
     specs |= {name: spec for name, spec in expert.specs.items() if name not in specs}
-    return View(expert, specs, {n: _reader(expert, k) for n, k in second.items()}, expert.find_ties() | second)
+    return View(
+        expert, specs, {n: _make_reader(expert, k) for n, k in second.items()}, expert.find_ties() | second
+    )

@@ -1,4 +1,4 @@
-"""The model card of a merged folder, and the record beside it that a program can read.
+"""The model card of a merged folder, and the same record as JSON for programs.
 
 Neither holds a path of this machine: local inputs are called by their folder's name, and told apart by a
 fingerprint of their bytes.
@@ -35,8 +35,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 def fingerprint(checkpoint: Checkpoint, label: str | None = None) -> dict[str, Any]:
     """What identifies an input, without reading all of it.
 
-    A file is named by its SHA-256 where that is cheap (files up to 32 MiB, files of the hub's cache, which are
-    named by it), else by a sampled one, which does not see a change of a few bytes: see `SAMPLED`.
+    A file is named by its SHA-256 if that is cheap: up to 32 MiB, or in the hub's cache, whose files are named
+    by it. Otherwise by a sampled hash, which may miss a change of a few bytes: see `SAMPLED`.
 
     Returns:
         `{"label", "tensors", "revision" (of a hub's snapshot), "files": {name: {"bytes", "sha256" or
@@ -132,26 +132,26 @@ class Card:
         body = [f"# {escape_markdown(self.title)}", ""]
         body += [f"{len(self.experts)} experts of one base, merged by {by}.", ""]
         if self.usage:
-            body += _section("Use", ["```python", *self.usage.splitlines(), "```"])
-        body += _section("Method", _format_table(("setting", "value"), _flatten(self.hyper_parameters)))
+            body += _write_section("Use", ["```python", *self.usage.splitlines(), "```"])
+        body += _write_section("Method", _format_table(("setting", "value"), _flatten(self.hyper_parameters)))
         if self.recipe:
-            body += ["As this mergekit recipe says:", "", *_fence(self.recipe, "yaml"), ""]
+            body += ["As this mergekit recipe says:", "", *_write_fence(self.recipe, "yaml"), ""]
         elif self.command:
-            body += ["By this command, inputs called as below:", "", *_fence(self.command, "sh"), ""]
+            body += ["By this command, inputs called as below:", "", *_write_fence(self.command, "sh"), ""]
         if self.equivalent:
-            body += ["The same merge as a mergekit recipe:", "", *_fence(self.equivalent, "yaml"), ""]
+            body += ["The same merge as a mergekit recipe:", "", *_write_fence(self.equivalent, "yaml"), ""]
         prints = [("base", self.base), *self.experts.items()]
         prints += [(f"{kind} of {n}", p) for kind, by_name in self.side.items() for n, p in by_name.items()]
         rows = [(name, _name_source(p), _shorten(p)) for name, p in prints]
-        body += _section("Inputs", _format_table(("input", "is", "fingerprint"), rows))
+        body += _write_section("Inputs", _format_table(("input", "is", "fingerprint"), rows))
         if any("sampled_sha256" in file for _, p in prints for file in p.get("files", {}).values()):
             body += [SAMPLED, ""]
-        body += _section("Settings", _format_table(("setting", "value"), _flatten(self.settings)))
+        body += _write_section("Settings", _format_table(("setting", "value"), _flatten(self.settings)))
         if self.metrics:
             metrics = [(name, f"{value:g}") for name, value in self.metrics.items()]
-            body += _section("Metrics", _format_table(("metric", "value"), metrics))
+            body += _write_section("Metrics", _format_table(("metric", "value"), metrics))
         if self.notes:
-            body += _section("Notes", [f"- {escape_markdown(note)}" for note in self.notes])
+            body += _write_section("Notes", [f"- {escape_markdown(note)}" for note in self.notes])
         body += [f"Made with {escape_markdown(', '.join(' '.join(pair) for pair in self.versions.items()))}."]
         body += [f"All of this, with hashes in full length, is in `{RECORD}`."]
         return "\n".join([*head, *body]) + "\n"
@@ -178,12 +178,12 @@ def write_results(title: str, metrics: Mapping[str, float], pipeline: str | None
     return yaml.safe_dump(index, sort_keys=False, allow_unicode=True)
 
 
-def _fence(text: str, language: str = "") -> list[str]:
+def _write_fence(text: str, language: str = "") -> list[str]:
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return [f"{fence}{language}", text.strip(), fence]
 
 
-def _section(title: str, lines: Sequence[str]) -> list[str]:
+def _write_section(title: str, lines: Sequence[str]) -> list[str]:
     return [f"## {title}", "", *lines, ""]
 
 

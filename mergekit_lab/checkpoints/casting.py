@@ -43,6 +43,6 @@ def _are_within(values: Tensor, limit: float) -> bool:
 
 
 def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor in another dtype; see `check_range` for what is refused."""
+    """Cast a tensor to another dtype. `check_range` says what is refused."""
     check_range(name, values, dtype)
     return values.to(dtype)

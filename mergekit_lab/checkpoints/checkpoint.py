@@ -15,7 +15,7 @@ from mergekit_lab.errors import InputError, listing
 
 
 class TensorSpec(NamedTuple):
-    """What is known of a tensor without reading it."""
+    """A tensor's shape and dtype, known without reading it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -150,7 +150,7 @@ def _open_safetensors(label: str, file: Path) -> Any:
 
 
 class Pickled(InMemory):
-    """Torch files whose storages are mapped where they can be; several of them under an index."""
+    """Torch files, mapped into memory if possible; several of them under an index."""
 
     def __init__(self, label: str, file_of: dict[str, Path] | Path, folder: Path | None = None) -> None:
         files = [file_of] if isinstance(file_of, Path) else _list_shards(label, file_of)
@@ -344,7 +344,7 @@ def read_index(label: str, index: Path) -> dict[str, Path]:
 
 
 def open_index(label: str, index: Path) -> Checkpoint:
-    """The checkpoint that an index describes; see `read_index` for what is refused."""
+    """Open the checkpoint that an index describes. `read_index` says what is refused."""
     file_of = read_index(label, index)
     opened = Safetensors if ".safetensors.index" in index.name else Pickled
     return opened(label, file_of, index.parent)

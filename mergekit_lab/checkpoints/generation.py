@@ -1,4 +1,4 @@
-"""What belongs to a tokenizer beside its files: where generation ends, and the chat template.
+"""Settings that belong to a tokenizer besides its files: where generation ends, and the chat template.
 
 A chat expert of a pretrained base ends with another token than the base. A model with its tokenizer and the
 base's `generation_config.json` never stops, so generation settings follow the tokenizer's source.
@@ -24,7 +24,7 @@ _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def follow_tokenizer(source: Path, files: Files) -> dict[str, Path | str]:
     """A model's planned files with the generation settings that go with the tokenizer of `source`: its
     `generation_config.json`, or its token ids where it has none."""
-    ids = _token_ids(source)
+    ids = _read_token_ids(source)
     changed = dict(files)
     if (source / GENERATION_CONFIG).is_file():
         changed[GENERATION_CONFIG] = source / GENERATION_CONFIG
@@ -52,39 +52,39 @@ def describe_tokenizer(
     notes = []
     if source is not None and source != base:
         file = (source / GENERATION_CONFIG).is_file()
-        template = "its chat template" if _template(source) else "no chat template, as it has none"
+        template = "its chat template" if _read_template(source) else "no chat template, as it has none"
         settings = f"its {GENERATION_CONFIG}" if file else "its token ids in the base's generation settings"
-        notes.append(f"{name}: its tokenizer, with {template} and {settings}; {_said(source)}")
-        if _template(base) and not _template(source):
+        notes.append(f"{name}: its tokenizer, with {template} and {settings}; {_describe_ends(source)}")
+        if _read_template(base) and not _read_template(source):
             notes.append(
                 "warning: the base's chat template is not taken, as it belongs to the base's tokenizer"
             )
     for expert, folder in experts.items():
         if source is None or folder is None or folder in (source, base):
             continue
-        ends, own = _ends(folder), _template(folder)
-        other = ["chat template"] if own and own != _template(source) else []
-        other += ["end tokens"] if ends and ends != _ends(source) else []
+        ends, own = _read_ends(folder), _read_template(folder)
+        other = ["chat template"] if own and own != _read_template(source) else []
+        other += ["end tokens"] if ends and ends != _read_ends(source) else []
         token = _end_token(folder)
         other += [f"tokenizer's end token {token!r}"] if token and token != _end_token(source) else []
         if other:
             notes.append(
                 f"warning: {listing(other)} of {expert} differ from the result's and are not taken "
-                f"({expert}: {_said(folder)}; the result: {_said(source)}): tokenizer_from={expert} takes its "
-                "tokenizer, template and generation settings"
+                f"({expert}: {_describe_ends(folder)}; the result: {_describe_ends(source)}): "
+                f"tokenizer_from={expert} takes its tokenizer, template and generation settings"
             )
     return notes
 
 
-def _said(folder: Path) -> str:
+def _describe_ends(folder: Path) -> str:
     names = {row: token for token, row in (read_tokens(folder) or {}).items()}
-    ends = [f"{names[row]} ({row})" if row in names else str(row) for row in sorted(_ends(folder))]
+    ends = [f"{names[row]} ({row})" if row in names else str(row) for row in sorted(_read_ends(folder))]
     return f"generation ends with {listing(ends)}" if ends else "no end token"
 
 
-def _ends(folder: Path) -> set[int]:
-    found = _token_ids(folder).get("eos_token_id")
-    listed = found if isinstance(found, list) else [found]
+def _read_ends(folder: Path) -> set[int]:
+    ids = _read_token_ids(folder).get("eos_token_id")
+    listed = ids if isinstance(ids, list) else [ids]
     return {row for row in listed if type(row) is int}
 
 
@@ -95,21 +95,21 @@ def _end_token(folder: Path) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _token_ids(folder: Path) -> dict[str, Any]:
+def _read_token_ids(folder: Path) -> dict[str, Any]:
     """Of the generation settings, else of the configuration, else of the tokenizer."""
     config = read_config(folder)
     parts = [_read(folder / GENERATION_CONFIG), config, config.get("text_config")]
     known = [part for part in parts if isinstance(part, dict)]
-    found = {key: next((part[key] for part in known if part.get(key) is not None), None) for key in _ENDS}
-    if None in found.values():
+    ids = {key: next((part[key] for part in known if part.get(key) is not None), None) for key in _ENDS}
+    if None in ids.values():
         tokens, special = read_tokens(folder) or {}, _read(folder / "tokenizer_config.json")
-        for key in (key for key, value in found.items() if value is None):
+        for key in (key for key, value in ids.items() if value is None):
             token = special.get(key.removesuffix("_id"))
-            found[key] = tokens.get(str(token["content"] if isinstance(token, dict) else token))
-    return {key: value for key, value in found.items() if value is not None}
+            ids[key] = tokens.get(str(token["content"] if isinstance(token, dict) else token))
+    return {key: value for key, value in ids.items() if value is not None}
 
 
-def _template(folder: Path | None) -> Any:
+def _read_template(folder: Path | None) -> Any:
     """The chat template, or several with their names, wherever they are kept."""
     if folder is None:
         return None

@@ -1,7 +1,7 @@
 """Hub ids: `org/name` or `org/name@revision`, as the folder of their snapshot.
 
-Folders go there as commits. What is cached is used as it is, without a network. `huggingface_hub` is imported
-when a hub id is met.
+Folders go there as commits. Cached files are used without a network. `huggingface_hub` is imported when a hub
+id is met.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def explain_unreachable() -> str | None:
 
 
 def fetch_snapshot(repo: str, revision: str | None, into: Path) -> Path:
-    """A model's weights and configuration in a folder of one's own, from the cache or the network.
+    """Get a model's weights and configuration in a separate folder, from the cache or the network.
 
     Raises:
         InputError: neither has it.
@@ -175,7 +175,7 @@ def push_folder(folder: Path, repo: str, private: bool, ignore: Sequence[str] = 
         ignore: files that are not uploaded.
 
     Raises:
-        InputError: the upload failed; says how to repeat it.
+        InputError: the upload failed. The message says how to repeat it.
     """
     import huggingface_hub
 

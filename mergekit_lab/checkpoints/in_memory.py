@@ -105,7 +105,7 @@ class Architecture:
     list_pieces: Callable[[], Mapping[str, tuple[int, ...]]] = dict
     parts: Mapping[str, str] = field(default_factory=dict)
 
-    def made_of(self, names: Iterable[str]) -> dict[str, Made]:
+    def match_names(self, names: Iterable[str]) -> dict[str, Made]:
         """How each tensor in memory is made of a file's tensors with these names, where they are for it."""
         from transformers.core_model_loading import dot_natural_key, rename_source_key
 
@@ -124,23 +124,23 @@ class Architecture:
                 number = next(n for n, c in enumerate(self.converters) if pattern in c.source_patterns)
                 grouped.setdefault((target, number), {}).setdefault(pattern, []).append(name)
         for (target, number), by_pattern in grouped.items():
-            made = _made(self.converters[number], by_pattern)
+            made = _read_converter(self.converters[number], by_pattern)
             if made is not None:
                 plain.setdefault(target, made)
         return plain
 
-    def parts_in(self, names: Iterable[str]) -> dict[str, str]:
+    def find_parts(self, names: Iterable[str]) -> dict[str, str]:
         """`parts`, also by what stands before their tensors in a file with these names."""
-        found = dict(self.parts)
-        for target, made in self.made_of(names).items():
+        parts = dict(self.parts)
+        for target, made in self.match_names(names).items():
             for head, kind in self.parts.items():
                 rest = target.removeprefix(head)
                 if target.startswith(head) and made.name and made.name.endswith(f".{rest}"):
-                    found.setdefault(made.name.removesuffix(rest), kind)
-        return found
+                    parts.setdefault(made.name.removesuffix(rest), kind)
+        return parts
 
 
-def _made(converter: Any, by_pattern: Mapping[str, Sequence[str]]) -> Made | None:
+def _read_converter(converter: Any, by_pattern: Mapping[str, Sequence[str]]) -> Made | None:
     """What a converter does to these tensors; None where it does what is not done here."""
     if len(converter.target_patterns) != 1 or set(by_pattern) != set(converter.source_patterns):
         return None
@@ -163,7 +163,7 @@ def _made(converter: Any, by_pattern: Mapping[str, Sequence[str]]) -> Made | Non
     )
 
 
-def architecture_of(checkpoint: Checkpoint, name: str | None = None) -> Architecture | None:
+def find_architecture(checkpoint: Checkpoint, name: str | None = None) -> Architecture | None:
     """The class that a checkpoint's configuration names, or another class with that configuration; None where
     transformers does not know it."""
     folder = checkpoint.folder
@@ -174,17 +174,17 @@ def architecture_of(checkpoint: Checkpoint, name: str | None = None) -> Architec
     if not isinstance(name, str):
         return None
     stamp = (folder / "config.json").stat().st_mtime_ns
-    return _architecture(folder.absolute(), stamp, name, len(checkpoint))
+    return _find_architecture(folder.absolute(), stamp, name, len(checkpoint))
 
 
 @lru_cache(16)
-def _architecture(folder: Path, stamp: int, name: str, tensors: int) -> Architecture | None:
+def _find_architecture(folder: Path, stamp: int, name: str, tensors: int) -> Architecture | None:
     import transformers
 
     kind = getattr(transformers, name, None)
     if not (isinstance(kind, type) and hasattr(kind, "config_class") and hasattr(kind, "base_model_prefix")):
         return None
-    if _largest_count(read_config(folder)) > tensors:  # of layers; a model has more tensors than those
+    if _find_largest_count(read_config(folder)) > tensors:  # of layers; a model has more tensors than those
         return None
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
@@ -219,7 +219,7 @@ def _list_pieces(model: Any) -> Mapping[str, tuple[int, ...]]:
     }
 
 
-def mixtures(specs: Mapping[str, TensorSpec]) -> list[Architecture]:
+def list_mixtures(specs: Mapping[str, TensorSpec]) -> list[Architecture]:
     """How the stacked experts of a mixture without a class are made of matrices, one for each expert and
     projection, by the two spellings of transformers. Stacks of square matrices are not among them: theirs may
     be [in, out]."""
@@ -240,12 +240,12 @@ def mixtures(specs: Mapping[str, TensorSpec]) -> list[Architecture]:
     ]
 
 
-def _largest_count(config: Any) -> int:
+def _find_largest_count(config: Any) -> int:
     """The largest number of layers that a configuration asks for."""
     if not isinstance(config, dict):
         return 0
     own = [v for k, v in config.items() if _LAYERS.search(k) and type(v) is int]
-    return max([0, *own, *(_largest_count(part) for part in config.values())])
+    return max([0, *own, *(_find_largest_count(part) for part in config.values())])
 
 
 def choose_prefix(
@@ -264,18 +264,18 @@ def choose_prefix(
 
     if kind is None:
         return None
-    parts = {} if whole is None else whole.parts_in(names)
-    found = [prefix for prefix in prefixes if parts.get(prefix) == kind]
+    parts = {} if whole is None else whole.find_parts(names)
+    fitting = [prefix for prefix in prefixes if parts.get(prefix) == kind]
     if kind not in parts.values() and len({prefix.count(".") for prefix in prefixes}) == 1:
         usual = getattr(getattr(transformers, kind, None), "base_model_prefix", None)
-        found = [prefix for prefix in prefixes if usual and f".{prefix}".endswith(f".{usual}.")]
-    return found[0] if len(found) == 1 else None
+        fitting = [prefix for prefix in prefixes if usual and f".{prefix}".endswith(f".{usual}.")]
+    return fitting[0] if len(fitting) == 1 else None
 
 
-def loaded(checkpoint: Checkpoint, architecture: Architecture) -> View:
+def as_loaded(checkpoint: Checkpoint, architecture: Architecture) -> View:
     """A checkpoint under the names, and with the stacks, that its tensors have in memory."""
     specs, read = {}, {}
-    for target, made in architecture.made_of(checkpoint).items():
+    for target, made in architecture.match_names(checkpoint).items():
         specs[target] = made.spec(checkpoint.specs)
         read[target] = partial(made.make, checkpoint.__getitem__)
     tied = {n: k for n, k in architecture.tied.items() if n in specs and k in specs}
@@ -308,7 +308,7 @@ def as_stored(checkpoint: Checkpoint, like: Checkpoint, made: Mapping[str, Made]
     return view
 
 
-def relaid(
+def as_relaid(
     checkpoint: Checkpoint, own: Mapping[str, Made], like: Mapping[str, TensorSpec], theirs: Mapping[str, Made]
 ) -> View:
     """A checkpoint under another one's names, in its stacks or pieces.

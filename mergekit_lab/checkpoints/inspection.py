@@ -1,4 +1,4 @@
-"""What a merge would find, from headers and configurations alone: no tensor's data is read."""
+"""Inspect the inputs of a merge only by headers and configurations: no tensor's data is read."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mergekit_lab.checkpoints.adapters import Folded, adapter_of
-from mergekit_lab.checkpoints.align import computed_buffers
+from mergekit_lab.checkpoints.adapters import Folded, find_adapter
+from mergekit_lab.checkpoints.align import list_computed_buffers
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec
 from mergekit_lab.checkpoints.hub import RemoteHeaders
 from mergekit_lab.checkpoints.tied_weights import (
     find_configured_groups,
+    is_tying_embeddings,
     read_config,
     read_vocabulary_size,
-    ties_embeddings,
 )
 from mergekit_lab.checkpoints.tokens import read_tokens
 from mergekit_lab.errors import listing
@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass
 class Report:
-    """Lines for a person, and what stands in the way.
+    """Lines for readers, and problems that prevent the merge.
 
     Attributes:
         lines: the report, without the problems.
@@ -44,7 +44,7 @@ class Report:
         return not self.problems
 
     def text(self) -> str:
-        """The report, its problems and the verdict, for a terminal."""
+        """The report with problems and verdict, for a terminal."""
         end = [f"PROBLEM: {problem}" for problem in self.problems]
         end += ["The merge would not work." if end else "The merge would work."]
         return "\n".join([*self.lines, *end])
@@ -60,7 +60,7 @@ def describe_inputs(base: Checkpoint, experts: Mapping[str, Checkpoint]) -> list
     for name, checkpoint in [("base", base), *experts.items()]:
         lines.append(f"{name}: {_describe_sizes(checkpoint)}; {_describe_storage(checkpoint)}")
         lines += [f"  {line}" for line in _describe_vocabulary(checkpoint)]
-        adapter = adapter_of(checkpoint)
+        adapter = find_adapter(checkpoint)
         if adapter is not None:
             lines += [f"  {line}" for line in _describe_targets(adapter)]
     return lines
@@ -112,14 +112,14 @@ def describe_model(base: Checkpoint) -> list[str]:
     """Tied weights and buffers of the base."""
     config = read_config(base.folder)
     tie = {True: "tied by the configuration", False: "not tied", None: "no configuration says"}[
-        ties_embeddings(config)
+        is_tying_embeddings(config)
     ]
     double = "; ".join(listing(group) for group in find_configured_groups(base))
     lines = [
         f"input and output embeddings: {tie}"
         + (f"; under several names in the files: {double}" if double else "")
     ]
-    computed = computed_buffers(base)
+    computed = list_computed_buffers(base)
     if computed:
         lines.append(
             f"{len(computed)} buffers that the model computes, copied whatever experts have: "
@@ -170,10 +170,10 @@ def plan_specs(
 ) -> dict[str, TensorSpec]:
     """What a merge into `dtype` writes, in the base's order; `left_out` are second names of tied weights."""
 
-    def stored(spec: TensorSpec) -> TensorSpec:
+    def convert(spec: TensorSpec) -> TensorSpec:
         return TensorSpec(spec.shape, dtype) if dtype and spec.dtype.is_floating_point else spec
 
-    return {name: stored(spec) for name, spec in base.specs.items() if name not in left_out}
+    return {name: convert(spec) for name, spec in base.specs.items() if name not in left_out}
 
 
 def assume_ties(base: Checkpoint) -> dict[str, str]:

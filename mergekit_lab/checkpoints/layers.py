@@ -1,7 +1,7 @@
 """A model that is put together of layers of others: stacked, interleaved, repeated, left out.
 
-What stands before the layers is the first part's, what stands after them the last one's. The configuration says
-how many layers there are, and what it lists layer by layer follows them.
+Tensors before the layers come from the first part, those after them from the last. The configuration says how
+many layers there are, and what it lists layer by layer follows them.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class LayerName(NamedTuple):
 
 def split_layer(name: str) -> LayerName | None:
     """The layer that a tensor belongs to; None if it belongs to none."""
-    found = _LAYER.search(name)
-    return found and LayerName(name[: found.start()], int(found[1]), name[found.end() :])
+    match = _LAYER.search(name)
+    return match and LayerName(name[: match.start()], int(match[1]), name[match.end() :])
 
 
 def stands_before_layers(name: str) -> bool:
@@ -66,7 +66,7 @@ def arrange_layers(parts: Sequence[LayerRange], label: str) -> Checkpoint:
             raise InputError(
                 f"{part.model.label} has {count} layers, and layers {part.first} to {part.stop} are wanted"
             )
-    found = _Arranged(parts, label)
+    arranged = _ArrangedLayers(parts, label)
     known = _list_shapes(parts[0].model)
     for part in parts[1:]:
         odd = [
@@ -79,10 +79,10 @@ def arrange_layers(parts: Sequence[LayerRange], label: str) -> Checkpoint:
                 f"{part.model.label}: its layers do not fit those of {parts[0].model.label}: other shapes "
                 f"({listing(odd)})"
             )
-    return found
+    return arranged
 
 
-class _Arranged(Computed):
+class _ArrangedLayers(Computed):
     def __init__(self, parts: Sequence[LayerRange], label: str) -> None:
         first, last = parts[0].model, parts[-1].model
         stack = _count_layers(first)[0]
@@ -96,14 +96,14 @@ class _Arranged(Computed):
         where = {name: (first, name) for name in before}
         number = 0
         for part in parts:
-            places: dict[int, list[LayerName]] = {}
+            by_layer: dict[int, list[LayerName]] = {}
             for name in part.model:
-                if place := split_layer(name):
-                    places.setdefault(place.layer, []).append(place)
+                if parsed := split_layer(name):
+                    by_layer.setdefault(parsed.layer, []).append(parsed)
             for layer in range(part.first, part.stop):
                 where |= {
-                    place._replace(stack=stack).at(number): (part.model, place.at(layer))
-                    for place in places[layer]
+                    parsed._replace(stack=stack).at(number): (part.model, parsed.at(layer))
+                    for parsed in by_layer[layer]
                 }
                 number += 1
         where |= {name: (last, name) for name in after}
@@ -128,9 +128,9 @@ def _count_layers(model: Checkpoint) -> tuple[str, int]:
     """What the layers' names begin with, and how many there are."""
     counts: dict[str, int] = {}
     for name in model:
-        place = split_layer(name)
-        if place:
-            counts[place.stack] = max(counts.get(place.stack, 0), place.layer + 1)
+        parsed = split_layer(name)
+        if parsed:
+            counts[parsed.stack] = max(counts.get(parsed.stack, 0), parsed.layer + 1)
     if len(counts) != 1:
         stacks = f"several stacks of layers ({listing(counts)})" if counts else "no layers"
         raise InputError(f"{model.label} has {stacks}: slices need a model with one")
@@ -141,8 +141,8 @@ def _list_shapes(model: Checkpoint) -> dict[str, set[tuple[int, ...]]]:
     """The shapes of a layer's tensors over all layers, by what their names end with."""
     shapes: dict[str, set[tuple[int, ...]]] = {}
     for name, spec in model.specs.items():
-        place = split_layer(name)
-        shapes.setdefault(place.rest if place else name, set()).add(tuple(spec.shape))
+        parsed = split_layer(name)
+        shapes.setdefault(parsed.rest if parsed else name, set()).add(tuple(spec.shape))
     return shapes
 
 

@@ -1,8 +1,8 @@
-"""Which library a model's folder is for: transformers, open_clip, or both, each with weights of its own.
+"""Which library a model's folder is for: transformers, open_clip, or both with separate weights.
 
 Some folders on the hub hold one model twice, `model.safetensors` under the names of transformers and
-`open_clip_model.safetensors` under those of open_clip. What is read decides what is written and which
-configuration goes with it.
+`open_clip_model.safetensors` under those of open_clip. The files that are read decide which files are written,
+and with which configuration.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def find_weights(folder: Path) -> list[Path]:
 
 
 def find_library(checkpoint: Checkpoint) -> Library | None:
-    """The library that loads what was read, or None where no configuration is beside it."""
+    """The library that loads what was read, or None without its configuration."""
     folder = checkpoint.folder
     if folder is None:
         return None
@@ -83,7 +83,7 @@ def find_library(checkpoint: Checkpoint) -> Library | None:
 
 
 def find_other_weights(checkpoint: Checkpoint) -> Path | None:
-    """The same model for the other library, beside what was read."""
+    """The other library's weights of the same model in the folder."""
     library = find_library(checkpoint)
     if library is None or checkpoint.folder is None:
         return None

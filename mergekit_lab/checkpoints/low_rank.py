@@ -60,7 +60,7 @@ class LowRankRecord:
     stem: ClassVar[str] = "factors"
 
     def files(self) -> dict[str, str]:
-        """What goes beside the factors."""
+        """Files that are stored with the factors."""
         return {RECORD_FILE: json.dumps(asdict(self), indent=1) + "\n"}
 
     @classmethod

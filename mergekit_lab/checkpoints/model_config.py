@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mergekit_lab.checkpoints.adapters import adapter_of
+from mergekit_lab.checkpoints.adapters import find_adapter
 from mergekit_lab.checkpoints.checkpoint import Checkpoint
 from mergekit_lab.checkpoints.libraries import OPEN_CLIP, find_library
 from mergekit_lab.checkpoints.plain_files import read_json
@@ -96,7 +96,7 @@ class Mismatch(NamedTuple):
     decides: str | None
 
     def __str__(self) -> str:
-        return f"{self.key} is {_shown(self.expert)} ({_shown(self.base)} in the base)"
+        return f"{self.key} is {_abbreviate(self.expert)} ({_abbreviate(self.base)} in the base)"
 
     def is_allowed(self, keys: Iterable[str]) -> bool:
         own = (self.key, *self.key.split("."))
@@ -127,19 +127,21 @@ def compare_configs(
     labels = next((names for c in (base, *experts.values()) if (names := _label_names(c))), [])
     for name, expert in experts.items():
         related = 2 * len(base.keys() & expert.keys()) >= len(expert)  # others are refused by their names
-        found = _mismatches(base, expert) if related else []
+        mismatches = _list_mismatches(base, expert) if related else []
         own = _label_names(expert) if any(head in expert for head in heads) else []
         if own and own != labels:
-            key = "id2label" if "id2label" in read_config(_folder(expert)) else "label_names"
-            found.append(Mismatch(key, labels, own, "what a head's rows stand for"))
-        refused = [m for m in found if m.decides and not m.is_allowed(allowed) and _matters(m, base, is_merged)]
-        noted = [m for m in found if m not in refused]
+            key = "id2label" if "id2label" in read_config(_find_folder(expert)) else "label_names"
+            mismatches.append(Mismatch(key, labels, own, "what a head's rows stand for"))
+        refused = [
+            m for m in mismatches if m.decides and not m.is_allowed(allowed) and _matters(m, base, is_merged)
+        ]
+        noted = [m for m in mismatches if m not in refused]
         if refused:
             decides = listing(dict.fromkeys(m.decides or "" for m in refused))
             keys = ",".join(dict.fromkeys(m.key.split(".")[-1] for m in refused))
             compared.problems.append(
                 f"expert {name!r} has another configuration: {'; '.join(map(str, refused))}. This decides "
-                f"{decides}, and the result has the base's: allow_config_mismatch=[{keys}] merges it as it is"
+                f"{decides}, and the result has the base's: allow_config_mismatch=[{keys}] merges it anyway"
             )
         if noted:
             compared.notes.append(
@@ -166,26 +168,26 @@ def _matters(mismatch: Mismatch, base: Checkpoint, is_merged: Callable[[str], bo
     return any(map(is_merged, names))
 
 
-def _mismatches(base: Checkpoint, expert: Checkpoint) -> list[Mismatch]:
-    folders = (_folder(base), _folder(expert))
+def _list_mismatches(base: Checkpoint, expert: Checkpoint) -> list[Mismatch]:
+    folders = (_find_folder(base), _find_folder(expert))
     if None in folders or folders[0] == folders[1]:
         return []
     if find_library(base) is OPEN_CLIP:
         own, theirs = (_open_clip_config(folder) for folder in folders if folder is not None)
-        return _different(own, theirs) if own and theirs else []
+        return _list_differences(own, theirs) if own and theirs else []
     raw = [read_config(folder) for folder in folders]
-    if not all(raw) or not _different(_flat(raw[0]), _flat(raw[1])):
+    if not all(raw) or not _list_differences(_flatten(raw[0]), _flatten(raw[1])):
         return []
     read = [_as_transformers_reads(folder) for folder in folders if folder is not None]
     known = [config for config in read if config is not None]
     pair = known if len(known) == 2 else [_with_newer_keys(config) for config in raw]
-    own, theirs, part = _comparable(*pair)
-    return _different(_flat(own), _flat(theirs), part)
+    own, theirs, part = _make_comparable(*pair)
+    return _list_differences(_flatten(own), _flatten(theirs), part)
 
 
-def _folder(checkpoint: Checkpoint) -> Path | None:
+def _find_folder(checkpoint: Checkpoint) -> Path | None:
     """Where the configuration is: of an adapter, its model's."""
-    adapter = adapter_of(checkpoint)
+    adapter = find_adapter(checkpoint)
     return adapter.base.folder if adapter is not None else checkpoint.folder
 
 
@@ -194,7 +196,7 @@ def _open_clip_config(folder: Path) -> dict[str, Any]:
         return {}
     content = read_json(folder / OPEN_CLIP.config)
     try:
-        return _flat({key: value for key, value in content["model_cfg"].items() if value is not False})
+        return _flatten({key: value for key, value in content["model_cfg"].items() if value is not False})
     except (KeyError, TypeError, AttributeError):
         return {}
 
@@ -206,60 +208,64 @@ def _as_transformers_reads(folder: Path) -> dict[str, Any] | None:
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     try:
-        found: dict[str, Any] = transformers.AutoConfig.from_pretrained(folder).to_dict()
+        config: dict[str, Any] = transformers.AutoConfig.from_pretrained(folder).to_dict()
     except Exception:  # a configuration from elsewhere can make transformers raise anything
         return None
     finally:
         transformers.logging.set_verbosity(verbosity)
-    return found
+    return config
 
 
 def _with_newer_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary positions as transformers 5 writes them."""
-    found = {
+    newer = {
         key: _with_newer_keys(value) if key in _PARTS and isinstance(value, Mapping) else value
         for key, value in config.items()
     }
-    scaling = found.pop("rope_scaling", None)
-    rope = {"rope_theta": found.pop("rope_theta", None), **(scaling if isinstance(scaling, Mapping) else {})}
+    scaling = newer.pop("rope_scaling", None)
+    rope = {"rope_theta": newer.pop("rope_theta", None), **(scaling if isinstance(scaling, Mapping) else {})}
     if "type" in rope:
         rope.setdefault("rope_type", rope.pop("type"))
-    found.setdefault("rope_parameters", rope)
-    return found
+    newer.setdefault("rope_parameters", rope)
+    return newer
 
 
-def _comparable(base: dict[str, Any], expert: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str]:
+def _make_comparable(
+    base: dict[str, Any], expert: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], str]:
     """A model and a part of a larger one: the part's configuration, and its key; of two parts of that type
     the one that differs less."""
     for whole, single, swap in ((base, expert, False), (expert, base, True)):
-        parts = _parts(whole)
-        if not parts or _parts(single):
+        parts = _list_parts(whole)
+        if not parts or _list_parts(single):
             continue
         kind = str(single.get("model_type"))
         alike = [key for key, part in parts.items() if str(part.get("model_type")).startswith(kind)]
-        key = min(alike or parts, key=lambda key: len(_different(_flat(parts[key]), _flat(single))))
+        key = min(
+            alike or parts, key=lambda key: len(_list_differences(_flatten(parts[key]), _flatten(single)))
+        )
         return (single, parts[key], key) if swap else (parts[key], single, key)
     return base, expert, ""
 
 
-def _parts(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _list_parts(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Configurations of models within a larger one, by their keys."""
-    found = {key: value for key, value in config.items() if isinstance(value, Mapping)}
-    return {key: dict(value) for key, value in found.items() if key in _PARTS or "model_type" in value}
+    nested = {key: value for key, value in config.items() if isinstance(value, Mapping)}
+    return {key: dict(value) for key, value in nested.items() if key in _PARTS or "model_type" in value}
 
 
-def _flat(config: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _flatten(config: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and not _IGNORED.search(str(key)):
-            found |= _flat(value, f"{before}{key}.")
+            flat |= _flatten(value, f"{before}{key}.")
         elif value is not None:
-            found[f"{before}{key}"] = value
-    return found
+            flat[f"{before}{key}"] = value
+    return flat
 
 
-def _different(base: Mapping[str, Any], expert: Mapping[str, Any], part: str = "") -> list[Mismatch]:
-    found = []
+def _list_differences(base: Mapping[str, Any], expert: Mapping[str, Any], part: str = "") -> list[Mismatch]:
+    mismatches = []
     for key in dict.fromkeys([*base, *expert]):
         last = key.split(".")[-1]
         if _IGNORED.search(last) or base.get(key) == expert.get(key):
@@ -269,15 +275,15 @@ def _different(base: Mapping[str, Any], expert: Mapping[str, Any], part: str = "
             decides = None if part else "what the model is"
         else:
             decides = next((why for why, (keys, _) in _DECIDING.items() if re.search(keys, key)), None)
-        found.append(Mismatch(f"{part}.{key}" if part else key, base.get(key), expert.get(key), decides))
-    return found
+        mismatches.append(Mismatch(f"{part}.{key}" if part else key, base.get(key), expert.get(key), decides))
+    return mismatches
 
 
 def _label_names(checkpoint: Checkpoint) -> list[str]:
     """In the order of rows; none where they are transformers' stand-ins."""
-    config = read_config(_folder(checkpoint))
+    config = read_config(_find_folder(checkpoint))
     labels = config.get("id2label")
-    timm = config.get("label_names") or _part(config, "pretrained_cfg").get("label_names")
+    timm = config.get("label_names") or _read_part(config, "pretrained_cfg").get("label_names")
     if isinstance(timm, list):
         return [str(name).casefold() for name in timm]
     if not isinstance(labels, Mapping) or not all(str(key).isdigit() for key in labels):
@@ -286,11 +292,11 @@ def _label_names(checkpoint: Checkpoint) -> list[str]:
     return [] if all(re.fullmatch(r"label_\d+", name) for name in names) else names
 
 
-def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _read_part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     part = config.get(key)
     return part if isinstance(part, Mapping) else {}
 
 
-def _shown(value: Any) -> str:
+def _abbreviate(value: Any) -> str:
     text = "not set" if value is None else str(value)
     return text if len(text) <= 80 else text[:77] + "…"

@@ -1,4 +1,4 @@
-"""What belongs to a model beside its weights: configurations, tokenizers, processors, licenses.
+"""A model's files besides its weights: configurations, tokenizers, processors, licenses.
 
 A folder of sentence-transformers has modules of its own beside the model (`modules.json` lists them); they come
 along, with their weights if they have any, which are never merged.
@@ -89,7 +89,7 @@ def plan_model_files(
     # what is written is neither quantized nor in a file of another name
     stale = [config.pop(key, None) for key in ("quantization_config", "compression_config", NAMED_WEIGHTS)]
     if "config.json" in files and (dtype is not None or vocabulary is not None or any(stale) or changed):
-        _adapt(config, dtype, vocabulary)
+        _adapt_config(config, dtype, vocabulary)
         for part in (config, config.get("text_config")):
             if isinstance(part, dict):
                 part |= {k: v for k, v in (changed or {}).items() if part is config or k in part}
@@ -135,7 +135,7 @@ def copy_model_files(
 
 
 def find_parts_with_weights(source: Path) -> list[str]:
-    """Modules of sentence-transformers beside the model that hold weights of their own.
+    """Modules of sentence-transformers, outside the model, that have weights.
 
     Raises:
         InputError: `modules.json` is none, or names a folder elsewhere.
@@ -161,7 +161,7 @@ def _read_parts(source: Path) -> list[str]:
     return [name for name in names if name and (source / name).is_dir()]
 
 
-def _adapt(config: dict[str, Any], dtype: torch.dtype | None, vocabulary: int | None) -> None:
+def _adapt_config(config: dict[str, Any], dtype: torch.dtype | None, vocabulary: int | None) -> None:
     parts = [
         config,
         *(part for key, part in config.items() if key.endswith("_config") and isinstance(part, dict)),

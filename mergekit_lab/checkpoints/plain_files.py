@@ -68,13 +68,13 @@ def read_json(file: Path, label: str = "") -> Any:
         raise InputError(f"{who} is not JSON ({str(error)[:200]})") from None
     level = [content]
     for _ in range(_DEEPEST):
-        level = [child for item in level for child in _children(item)]
+        level = [child for item in level for child in _list_children(item)]
     if level:
         raise InputError(f"{who} is nested too deep to be read")
     return content
 
 
-def _children(item: Any) -> list[Any]:
+def _list_children(item: Any) -> list[Any]:
     if isinstance(item, dict):
         return list(item.values())
     return item if isinstance(item, list) else []

@@ -100,7 +100,7 @@ def make_folder(out: Path, overwrite: bool = False, planned: Mapping[str, int] |
     try:
         with _explain_failures(out, partial, lock):
             yield partial
-            _sync_tree(partial)
+            sync_tree(partial)
         _check_whole(out, partial, lock, planned)
         _swap(partial, out, overwrite)
     finally:
@@ -224,7 +224,8 @@ def _is_abandoned(partial: Path) -> bool:
         os.close(lock)
 
 
-def _sync_tree(folder: Path) -> None:
+def sync_tree(folder: Path) -> None:
+    """Have a folder, and all that is in it, on the disk."""
     for path in [*folder.rglob("*"), folder]:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -237,7 +238,7 @@ def _swap(partial: Path, out: Path, overwrite: bool) -> None:
     check_out(out, overwrite)
     if not out.is_dir() or not any(out.iterdir()):
         partial.rename(out)
-    elif not _exchange(partial, out):
+    elif not exchange(partial, out):
         old = partial.with_suffix(".old")
         out.rename(old)
         partial.rename(out)
@@ -253,7 +254,7 @@ _HERE = -100  # AT_FDCWD: paths are from the working folder
 _RENAME_EXCHANGE = 2
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def exchange(one: Path, other: Path) -> bool:
     """Give two paths each other's content at once, by Linux's `renameat2`; False where that cannot be done."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
     if rename is None:

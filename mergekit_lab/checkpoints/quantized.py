@@ -1,4 +1,4 @@
-"""Quantized checkpoints, whose numbers mean nothing without their scales: told from others and refused.
+"""Recognize and refuse quantized checkpoints, whose numbers mean nothing without their scales.
 
 Libraries differ in what they call such tensors, and new names come every year. They store them alike: a
 weight in few bits (float8, or integers), and in the same module something smaller that scales it. Some leave a
@@ -53,11 +53,11 @@ def find_quantized(checkpoint: Checkpoint) -> list[str]:
         and spec.numel > 1
         and not _NO_WEIGHT.search(name.rpartition(".")[2])
     ]
-    marked = tuple({name[: found.start(2)] for name in specs if packed and (found := _MARKER.search(name))})
+    marked = tuple({name[: match.start(2)] for name in specs if packed and (match := _MARKER.search(name))})
     scales: dict[tuple[str, ...], list[str]] = {}
     for name in specs if packed else ():
         if _SCALE.search(name):
-            for words in _spellings(name):
+            for words in _list_spellings(name):
                 scales.setdefault(words, []).append(name)
 
     def is_quantized(name: str) -> bool:
@@ -69,42 +69,42 @@ def find_quantized(checkpoint: Checkpoint) -> list[str]:
             return False
         if (configured and wide) or (spec.dtype in _FLOAT8 and name.startswith(marked)):
             return not _MARKER.search(name)
-        near = _near(name, specs, modules) if wide or spec.dtype in _FLOAT8 else ()
-        return any(_could_scale(n, specs[n], spec) for n in (*near, *_scales_of(name, specs, scales)))
+        near = _list_neighbors(name, specs, modules) if wide or spec.dtype in _FLOAT8 else ()
+        return any(_can_scale(n, specs[n], spec) for n in (*near, *_find_scales(name, specs, scales)))
 
     return [name for name in packed if is_quantized(name)]
 
 
-def _words(name: str) -> tuple[str, ...]:
+def _split_words(name: str) -> tuple[str, ...]:
     """What a weight's name and its scale's have in common, wherever that stands: `a.q.weight`, `scales.a.q`."""
     return tuple(word for word in re.split(r"[._]", name) if word and not _SCALE_WORD.fullmatch(word))
 
 
-def _spellings(name: str) -> list[tuple[str, ...]]:
+def _list_spellings(name: str) -> list[tuple[str, ...]]:
     """Its words, and those without the first: `model.a.q.weight` and `quantization.a.q.scale` are one's."""
-    words = _words(name)
+    words = _split_words(name)
     return [words, words[1:]] if len(words) > 2 else [words]
 
 
-def _scales_of(
+def _find_scales(
     name: str, specs: Mapping[str, TensorSpec], scales: Mapping[tuple[str, ...], Sequence[str]]
 ) -> Iterator[str]:
     """What is called as a weight's scales are, or those of all weights of a module around it, or of the file.
 
     There a single word for several numbers (`attn.scale`) is a parameter of its own.
     """
-    words = _words(name)
-    for key in _spellings(name):
+    words = _split_words(name)
+    for key in _list_spellings(name):
         yield from scales.get(key, ())
     for cut in range(len(words)):
         for other in scales.get(words[:cut], ()):
             leaf = other.rpartition(".")[2]
             of_all = specs[other].numel == 1 or len(leaf.split("_")) > 1 or leaf.endswith("scales")
-            if of_all and _words(other) == words[:cut]:
+            if of_all and _split_words(other) == words[:cut]:
                 yield other
 
 
-def _near(name: str, specs: Mapping[str, TensorSpec], modules: Mapping[str, list[str]]) -> list[str]:
+def _list_neighbors(name: str, specs: Mapping[str, TensorSpec], modules: Mapping[str, list[str]]) -> list[str]:
     """What is beside a weight in its module, as far as it can be this weight's, and what is below it."""
     owner = _INNER.sub("", name)
     module, _, leaf = owner.rpartition(".")
@@ -124,7 +124,7 @@ def _are_called_alike(leaf: str, other: str) -> bool:
     return any(others[n : n + len(stem)] == stem for n in range(len(others)))
 
 
-def _could_scale(name: str, scale: TensorSpec, weight: TensorSpec) -> bool:
+def _can_scale(name: str, scale: TensorSpec, weight: TensorSpec) -> bool:
     """Whether a tensor could hold a weight's scales: fewer numbers, finer ones or those of block formats."""
     if _NO_SCALE.search(name.rpartition(".")[2]) or (scale.numel >= weight.numel and scale.numel != 1):
         return False
@@ -139,7 +139,7 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint that holds quantized tensors.
 
     Raises:
-        InputError: it does; the message says what to do.
+        InputError: it is quantized. The message says what to do.
     """
     names = find_quantized(checkpoint)
     if names:

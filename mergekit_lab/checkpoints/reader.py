@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mergekit_lab.checkpoints.adapters import ADAPTER_CONFIG, adapter_folder, open_adapter
+from mergekit_lab.checkpoints.adapters import ADAPTER_CONFIG, find_adapter_folder, open_adapter
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, InMemory
 from mergekit_lab.checkpoints.files import PICKLED, Pickled, Safetensors, is_index, open_index, read_index
 from mergekit_lab.checkpoints.hub import RemoteHeaders, find_cached_snapshot, get_snapshot, parse_hub_id
@@ -59,10 +59,10 @@ def open_checkpoint(
     label = label or str(source)
     wanted = _parse_unless_local(source)
     if wanted and headers_only and find_cached_snapshot(*wanted) is None:
-        small = adapter_folder(get_snapshot(*wanted, weights=False), label)
+        small = find_adapter_folder(get_snapshot(*wanted, weights=False), label)
         if not (small / ADAPTER_CONFIG).is_file():
             return RemoteHeaders(label, *wanted)
-    path = adapter_folder(find_source(source), label)
+    path = find_adapter_folder(find_source(source), label)
     if path.is_dir():
         if (path / ADAPTER_CONFIG).is_file():
             return open_adapter(path, base, label)

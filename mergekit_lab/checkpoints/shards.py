@@ -149,7 +149,7 @@ class ShardedWriter:
     """Safetensors files of one checkpoint in a folder, with their index if there are several.
 
     `write` may be called from any thread, once for each tensor, in any order; files are flushed to the disk in
-    the background as they fill. Leaving the context closes the writer; an exception leaves what is there
+    the background as they fill. Leaving the context closes the writer. After an exception the files are
     unfinished.
 
     Args:
@@ -181,7 +181,7 @@ class ShardedWriter:
         self._flushed: list[Future[None]] = []
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Put one tensor where it belongs.
+        """Write one tensor into its file.
 
         Raises:
             InputError: it was not announced, was written before, or has another shape or dtype.

@@ -59,7 +59,7 @@ left the flag out where it had this default, 5 writes it always."""
 
 
 def read_config(folder: Path | None) -> dict[str, Any]:
-    """`config.json` of a folder; empty where there is none.
+    """Read `config.json` of a folder; empty if there is none.
 
     Raises:
         InputError: it is not a JSON object, or no file that can be read.
@@ -81,9 +81,10 @@ def read_vocabulary_size(config: dict[str, Any]) -> int | None:
     return None
 
 
-def ties_embeddings(config: dict[str, Any]) -> bool | None:
+def is_tying_embeddings(config: dict[str, Any]) -> bool | None:
     """Whether a configuration ties input and output embeddings, by its model type where it does not say; None
-    where that does not tell either."""
+    if that does not say either.
+    """
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     for part in parts:
         if part.get("scale_decoder_outputs") is False:  # T5 1.1, whose flag transformers 5 sets for `shared`
@@ -99,7 +100,7 @@ def is_vocabulary_name(name: str) -> bool:
     return bool(_ONE_ROW_A_TOKEN.search(name)) and not _OTHER.search(name)
 
 
-def could_be_vocabulary(name: str) -> bool:
+def can_be_vocabulary(name: str) -> bool:
     """Whether it does, or could: `head.weight` has a row a token in some models, and one a class in others."""
     return is_vocabulary_name(name) or bool(_ANY_HEAD.search(name) and not _OTHER.search(name))
 
@@ -114,7 +115,7 @@ def find_tied_groups(specs: Mapping[str, TensorSpec], size: int | None, tied: bo
     """
     alike: dict[TensorSpec, list[str]] = {}
     for name, spec in specs.items():
-        if spec.shape[:1] == (size,) and spec.dtype.is_floating_point and could_be_vocabulary(name):
+        if spec.shape[:1] == (size,) and spec.dtype.is_floating_point and can_be_vocabulary(name):
             alike.setdefault(spec, []).append(name)
     groups = [sorted(names, key=_rank) for names in alike.values()]
     if not tied:
@@ -141,4 +142,4 @@ def find_equal_ties(checkpoint: Checkpoint) -> dict[str, str]:
 def find_configured_groups(checkpoint: Checkpoint) -> list[list[str]]:
     """`find_tied_groups` as the configuration beside the files has them."""
     config = {**read_config(checkpoint.folder), **checkpoint.changed}
-    return find_tied_groups(checkpoint.specs, read_vocabulary_size(config), bool(ties_embeddings(config)))
+    return find_tied_groups(checkpoint.specs, read_vocabulary_size(config), bool(is_tying_embeddings(config)))

@@ -23,7 +23,7 @@ def read_tokens(folder: Path | None) -> dict[str, int] | None:
     if folder is None:
         return None
     try:
-        tokens = _tokens(folder)
+        tokens = _read_tokens(folder)
         wrong = [token for token, row in (tokens or {}).items() if not 0 <= row < _MOST_ROWS]
     except InputError:
         raise
@@ -36,7 +36,7 @@ def read_tokens(folder: Path | None) -> dict[str, int] | None:
     return tokens
 
 
-def other_tokenizer(folder: Path | None) -> bytes | None:
+def digest_other_tokenizer(folder: Path | None) -> bytes | None:
     """A digest of the tokenizer's file where that is none of those that are read here."""
     if folder is None or any((folder / name).is_file() for name in _READ):
         return None
@@ -44,14 +44,14 @@ def other_tokenizer(folder: Path | None) -> bytes | None:
     return sha256(files[0].read_bytes()).digest() if files else None
 
 
-def _tokens(folder: Path) -> dict[str, int] | None:
+def _read_tokens(folder: Path) -> dict[str, int] | None:
     def content(name: str) -> Any:
         return read_json(folder / name)
 
     settings = content("tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     added = {str(t["content"]): int(row) for row, t in (settings.get("added_tokens_decoder") or {}).items()}
     if (folder / "tokenizer.json").is_file():
-        return added | _fast_tokens(content("tokenizer.json"))
+        return added | _read_fast_tokens(content("tokenizer.json"))
     tokens = None
     if (folder / "vocab.json").is_file():
         tokens = {str(token): int(row) for token, row in content("vocab.json").items()}
@@ -64,7 +64,7 @@ def _tokens(folder: Path) -> dict[str, int] | None:
     return tokens and tokens | added
 
 
-def _fast_tokens(content: dict[str, Any]) -> dict[str, int]:
+def _read_fast_tokens(content: dict[str, Any]) -> dict[str, int]:
     vocabulary = content["model"]["vocab"]
     if isinstance(vocabulary, list):
         tokens = {str(entry[0]): row for row, entry in enumerate(vocabulary)}

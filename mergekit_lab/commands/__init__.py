@@ -60,7 +60,7 @@ def load_command(name: str) -> Callable[[DictConfig, Path], None]:
 
     from mergekit_lab.schema.check import check_against
 
-    kind = command_class(name)
+    kind = find_command_class(name)
 
     def run(cfg: DictConfig, folder: Path) -> None:
         check_against(cfg, kind)
@@ -71,6 +71,6 @@ def load_command(name: str) -> Callable[[DictConfig, Path], None]:
     return run
 
 
-def command_class(name: str) -> Any:
+def find_command_class(name: str) -> Any:
     """A command's dataclass."""
     return getattr(import_module(f"mergekit_lab.commands.{name}"), COMMANDS[name])

@@ -20,7 +20,7 @@ from rich.table import Table
 from mergekit_lab.analysis import Advice, Interference, Layer, advise, measure_layers
 from mergekit_lab.analysis.interference import sums_to_json
 from mergekit_lab.commands.prepare import prepare
-from mergekit_lab.commands.sources import last_part, read_sources
+from mergekit_lab.commands.sources import read_sources, shorten_path
 from mergekit_lab.merging import TaskArithmetic, resolve_device
 from mergekit_lab.merging.inputs import open_inputs
 
@@ -65,24 +65,24 @@ class Diagnose:
             InputError: inputs that are missing or do not belong together.
         """
         begun = time.monotonic()
-        found, notes = self._measure()
-        advice = advise(found)
+        measured, notes = self._measure()
+        advice = advise(measured)
         folder.mkdir(parents=True, exist_ok=True)
-        commands = self._next_commands() if (found.total.norms > 0).sum() > 1 else []
-        told = as_json(found, advice, notes) | {"commands": commands}
+        commands = self._list_next_commands() if (measured.total.norms > 0).sum() > 1 else []
+        told = as_json(measured, advice, notes) | {"commands": commands}
         (folder / FILE).write_text(json.dumps(told, indent=1, allow_nan=False) + "\n")
         for note in notes:
             log.info("%s", note)
-        show(found, advice, Console())
+        show(measured, advice, Console())
         for command in commands:
             print(f"   {command}")
         seconds = time.monotonic() - begun
-        log.info("diagnosed %d experts in %.0f s: %s", len(found.experts), seconds, folder / FILE)
+        log.info("diagnosed %d experts in %.0f s: %s", len(measured.experts), seconds, folder / FILE)
 
-    def _next_commands(self) -> list[str]:
+    def _list_next_commands(self) -> list[str]:
         """What to type to compare mergers on these experts, and to merge them by the advised one."""
         experts = read_sources(self.experts, "experts")
-        names = list(experts) if isinstance(experts, dict) else [last_part(path) for path in experts]
+        names = list(experts) if isinstance(experts, dict) else [shorten_path(path) for path in experts]
         listed = ",".join(experts.values() if isinstance(experts, dict) else experts)
         texts = ",".join(f"{name}.csv" for name in names)
         inputs = f"base={shlex.quote(str(self.base))} {shlex.quote(f'experts=[{listed}]')}"
@@ -112,34 +112,34 @@ class Diagnose:
             exclude=prepared.left_out,
         )
         fishers = prepared.side.get("fisher")
-        found = Interference(tuple(inputs.experts), fishers is not None)
+        measured = Interference(tuple(inputs.experts), fishers is not None)
         device = resolve_device(prepared.device[0])
         layers = measure_layers(inputs, fishers=fishers, rank=self.rank, device=device, seed=self.seed)
         for layer, traces in track(
             layers, "diagnosing", total=len(inputs.merged), disable=not self.progress, transient=True
         ):
-            found.add(layer, traces)
-        return found, prepared.notes
+            measured.add(layer, traces)
+        return measured, prepared.notes
 
 
-def as_json(found: Interference, advice: Sequence[Advice], notes: Sequence[str]) -> dict[str, Any]:
+def as_json(measured: Interference, advice: Sequence[Advice], notes: Sequence[str]) -> dict[str, Any]:
     """Everything that was measured."""
     return {
-        "experts": list(found.experts),
-        "base_norm": found.base_norm,
-        "overall": sums_to_json(found.total),
-        "fisher_traces": found.fisher_traces.tolist() if found.has_fishers else None,
-        "bound": found.bound.to_json() if found.has_fishers else None,
-        "pairs": [asdict(pair) for pair in pairs(found)],
+        "experts": list(measured.experts),
+        "base_norm": measured.base_norm,
+        "overall": sums_to_json(measured.total),
+        "fisher_traces": measured.fisher_traces.tolist() if measured.has_fishers else None,
+        "bound": measured.bound.to_json() if measured.has_fishers else None,
+        "pairs": [asdict(pair) for pair in list_pairs(measured)],
         "advice": [asdict(each) for each in advice],
         "notes": list(notes),
-        "layers": [layer.to_json() for layer in found.layers],
+        "layers": [layer.to_json() for layer in measured.layers],
     }
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two experts, and where they get in each other's way.
+    """Two experts, and where their changes conflict.
 
     Attributes:
         experts: their names.
@@ -159,13 +159,13 @@ class Pair:
     where: list[tuple[str, float]]
 
 
-def pairs(found: Interference) -> list[Pair]:
+def list_pairs(measured: Interference) -> list[Pair]:
     """Every pair, the worst first: by predicted harm with Fishers, else by what cancels."""
-    total = found.total
+    total = measured.total
     made = []
-    for i, first in enumerate(found.experts):
-        for j, second in enumerate(found.experts[:i]):
-            overlaps = [float(x.spectra.overlap[i, j]) / x.spectra.chance for x in found.layers if x.spectra]
+    for i, first in enumerate(measured.experts):
+        for j, second in enumerate(measured.experts[:i]):
+            overlaps = [float(x.spectra.overlap[i, j]) / x.spectra.chance for x in measured.layers if x.spectra]
             made.append(
                 Pair(
                     (second, first),
@@ -173,39 +173,39 @@ def pairs(found: Interference) -> list[Pair]:
                     float(total.sign_conflict[i, j]),
                     float(total.canceling[i, j]),
                     sum(overlaps) / len(overlaps) if overlaps else None,
-                    (float(total.harm[j, i]), float(total.harm[i, j])) if found.has_fishers else None,
-                    _where(found, i, j),
+                    (float(total.harm[j, i]), float(total.harm[i, j])) if measured.has_fishers else None,
+                    _rank_layers(measured, i, j),
                 )
             )
     return sorted(made, key=lambda p: -sum(p.harm) if p.harm else -p.canceling)
 
 
-def _where(found: Interference, i: int, j: int) -> list[tuple[str, float]]:
+def _rank_layers(measured: Interference, i: int, j: int) -> list[tuple[str, float]]:
     def amount(layer: Layer) -> float:
         sums = layer.sums
-        return float(sums.harm[i, j] + sums.harm[j, i] if found.has_fishers else sums.lost[i, j])
+        return float(sums.harm[i, j] + sums.harm[j, i] if measured.has_fishers else sums.lost[i, j])
 
-    amounts = {layer.name: amount(layer) for layer in found.layers}
+    amounts = {layer.name: amount(layer) for layer in measured.layers}
     whole = sum(amounts.values())
     largest = sorted(amounts.items(), key=lambda item: -item[1])[:5]
     return [(name, value / whole if whole else 0.0) for name, value in largest]
 
 
-def show(found: Interference, advice: Sequence[Advice], console: Console) -> None:
+def show(measured: Interference, advice: Sequence[Advice], console: Console) -> None:
     """Print experts, pairs, layers and advice as tables."""
-    console.print(_experts_table(found))
-    if len(found.experts) > 1:
-        console.print(_pairs_table(found))
-        console.print(_layers_table(found))
-    if found.has_fishers and any(layer.bound for layer in found.layers):
-        console.print(_bound_table(found))
+    console.print(_tabulate_experts(measured))
+    if len(measured.experts) > 1:
+        console.print(_tabulate_pairs(measured))
+        console.print(_tabulate_layers(measured))
+    if measured.has_fishers and any(layer.bound for layer in measured.layers):
+        console.print(_tabulate_bounds(measured))
     for number, each in enumerate(advice, start=1):
         console.print(f"{number}. {each.text}", style="bold", highlight=False)
         console.print(f"   here: {each.because}", highlight=False)
         console.print(f"   evidence: {each.evidence}", highlight=False)
 
 
-def _table(title: str, first: str, others: Iterable[str]) -> Table:
+def _make_table(title: str, first: str, others: Iterable[str]) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column(first, overflow="fold")
     for name in others:
@@ -213,12 +213,12 @@ def _table(title: str, first: str, others: Iterable[str]) -> Table:
     return table
 
 
-def _experts_table(found: Interference) -> Table:
-    table = _table("Experts", "expert", ("norm", "of base", "stable rank", "energy in top k"))
-    matrices = [layer.spectra for layer in found.layers if layer.spectra]
-    for t, name in enumerate(found.experts):
-        norm = float(found.total.norms[t])
-        cells = [f"{norm:.3g}", f"{100 * norm / max(found.base_norm, 1e-300):.2f} %"]
+def _tabulate_experts(measured: Interference) -> Table:
+    table = _make_table("Experts", "expert", ("norm", "of base", "stable rank", "energy in top k"))
+    matrices = [layer.spectra for layer in measured.layers if layer.spectra]
+    for t, name in enumerate(measured.experts):
+        norm = float(measured.total.norms[t])
+        cells = [f"{norm:.3g}", f"{100 * norm / max(measured.base_norm, 1e-300):.2f} %"]
         if matrices:
             cells.append(f"{float(torch.stack([s.stable_rank[t] for s in matrices]).median()):.1f}")
             cells.append(f"{100 * float(torch.stack([s.energy[t] for s in matrices]).median()):.0f} %")
@@ -226,11 +226,13 @@ def _experts_table(found: Interference) -> Table:
     return table
 
 
-def _pairs_table(found: Interference) -> Table:
+def _tabulate_pairs(measured: Interference) -> Table:
     columns = ["cosine", "sign conflict", "canceling", "subspaces / chance"]
-    columns += ["harm →", "harm ←"] if found.has_fishers else []
-    table = _table("Pairs, the worst first (sign conflict and canceling: 50 % is unrelated)", "pair", columns)
-    for pair in pairs(found)[:_SHOWN]:
+    columns += ["harm →", "harm ←"] if measured.has_fishers else []
+    table = _make_table(
+        "Pairs, the worst first (sign conflict and canceling: 50 % is unrelated)", "pair", columns
+    )
+    for pair in list_pairs(measured)[:_SHOWN]:
         cells = [f"{pair.cosine:.3f}", f"{100 * pair.sign_conflict:.1f} %", f"{100 * pair.canceling:.1f} %"]
         cells.append("–" if pair.overlap is None else f"{pair.overlap:.2f}")
         cells += [f"{value:.3g}" for value in pair.harm or ()]
@@ -238,12 +240,12 @@ def _pairs_table(found: Interference) -> Table:
     return table
 
 
-def _layers_table(found: Interference) -> Table:
+def _tabulate_layers(measured: Interference) -> Table:
     """Tensors by what cancels in them over all pairs."""
-    table = _table("Where most cancels", "tensor", ("share", "mean cosine", "subspaces / chance"))
-    upper = torch.triu(torch.ones(len(found.experts), len(found.experts), dtype=torch.bool), 1)
-    whole = float(found.total.lost[upper].sum())
-    order = sorted(found.layers, key=lambda layer: -float(layer.sums.lost[upper].sum()))
+    table = _make_table("Where most cancels", "tensor", ("share", "mean cosine", "subspaces / chance"))
+    upper = torch.triu(torch.ones(len(measured.experts), len(measured.experts), dtype=torch.bool), 1)
+    whole = float(measured.total.lost[upper].sum())
+    order = sorted(measured.layers, key=lambda layer: -float(layer.sums.lost[upper].sum()))
     for layer in order[:_SHOWN]:
         share = float(layer.sums.lost[upper].sum()) / whole if whole else 0.0
         overlap = "–"
@@ -255,14 +257,14 @@ def _layers_table(found: Interference) -> Table:
     return table
 
 
-def _bound_table(found: Interference) -> Table:
+def _tabulate_bounds(measured: Interference) -> Table:
     """Matrices by the curvature that a merge of their leading directions leaves out, the whole model last."""
     title = "Curvature that a merge of rank k leaves out (EpiMer, Theorem 2)"
-    table = _table(title, "matrix", ("k", "conflict V", "residual R", "½(√V + √R)²", "lost"))
-    measured = [(layer, layer.bound) for layer in found.layers if layer.bound and layer.spectra]
-    rows = [(layer.name, str(layer.spectra.rank), bound) for layer, bound in measured if layer.spectra]
+    table = _make_table(title, "matrix", ("k", "conflict V", "residual R", "½(√V + √R)²", "lost"))
+    bounded = [(layer, layer.bound) for layer in measured.layers if layer.bound and layer.spectra]
+    rows = [(layer.name, str(layer.spectra.rank), bound) for layer, bound in bounded if layer.spectra]
     rows.sort(key=lambda row: -row[2].residual)
-    for name, rank, bound in [*rows[:_SHOWN], ("all matrices", "", found.bound)]:
+    for name, rank, bound in [*rows[:_SHOWN], ("all matrices", "", measured.bound)]:
         cells = [f"{value:.3g}" for value in (bound.conflict, bound.residual, bound.bound)]
         table.add_row(name, rank, *cells, f"{100 * bound.lost:.0f} %")
     return table

@@ -31,10 +31,10 @@ from mergekit_lab.checkpoints import (
     plan_shards,
     refuse_quantized,
 )
-from mergekit_lab.commands.prepare import Prepared
-from mergekit_lab.commands.write import input_files, plan_files_beside
+from mergekit_lab.commands.prepared import Prepared
+from mergekit_lab.commands.write import list_input_files, plan_files_beside
 from mergekit_lab.errors import InputError
-from mergekit_lab.machine import format_duration, format_size, free_bytes
+from mergekit_lab.machine import count_free_bytes, format_duration, format_size
 from mergekit_lab.merging import (
     CAT,
     TIES,
@@ -45,11 +45,11 @@ from mergekit_lab.merging import (
     resolve_device,
 )
 from mergekit_lab.merging.blocks import CPU_BLOCK, DEVICE_BLOCK
-from mergekit_lab.merging.inputs import check_same_names, concerning, explain_missing_side, select_tensors
+from mergekit_lab.merging.inputs import check_same_names, explain_missing_side, make_filter, select_tensors
+from mergekit_lab.merging.job_workers import FEEDERS
 from mergekit_lab.merging.jobs import STACK_BYTES
 from mergekit_lab.merging.selection import WIDE
 from mergekit_lab.merging.spectral import SpectralMethod, explain_shapes
-from mergekit_lab.merging.stream import FEEDERS
 from mergekit_lab.merging.subspace import SubspaceMethod
 
 _BYTES_A_SECOND = 1e9
@@ -59,28 +59,28 @@ _LAYER = re.compile(r"\.\d+\.")
 
 
 def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format: str = "dense") -> Report:
-    """What the merge would read, do and need, and what stands in its way."""
+    """Report what the merge would read, do and need, and what prevents it."""
     result = Report()
     result.section("Inputs", describe_inputs(prepared.origin, prepared.opened))
     result.section("Base", [*describe_model(prepared.base), *describe_tensors(prepared.base)])
     if prepared.notes:
         result.section("Adjusted", prepared.notes)
     result.problems += prepared.problems
-    result.problems += _output_problems(prepared, out, overwrite)
+    result.problems += _check_output(prepared, out, overwrite)
     for checkpoint in (prepared.base, *prepared.experts.values()):
-        result.problems += _problem(refuse_quantized, checkpoint)
-    merged = _merged_names(prepared, result)
+        result.problems += _try_check(refuse_quantized, checkpoint)
+    merged = _list_merged(prepared, result)
     ties = assume_ties(prepared.base)
-    matters = concerning(prepared.base.specs, ties, merged, prepared.include, prepared.left_out)
+    matters = make_filter(prepared.base.specs, ties, merged, prepared.include, prepared.left_out)
     experts = {name: matters(expert.specs) for name, expert in prepared.experts.items()}
     result.problems += compare_specs(matters(prepared.base.specs), experts)
-    result.problems += _problem(plan_files_beside, prepared, format)
-    result.problems += _problem(prepared.method.check, tuple(prepared.experts))
-    result.problems += _side_problems(prepared, merged)
+    result.problems += _try_check(plan_files_beside, prepared, format)
+    result.problems += _try_check(prepared.method.check, tuple(prepared.experts))
+    result.problems += _check_sides(prepared, merged)
     specs, limit, stem = prepared.plan(list(ties))
     kept = len(specs) - len(merged)
     factored = format in ("low_rank", "per_task")
-    stored = _factors(prepared, merged) if factored else specs  # an adapter takes less
+    stored = _plan_factors(prepared, merged) if factored else specs  # an adapter takes less
     try:
         shards = plan_shards(stored, limit, stem) if stored else []
     except InputError as error:
@@ -93,14 +93,17 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format
             f"{len(stored)} tensors in {len(shards)} files, {format_size(written)} of disk",
             f"{len(merged)} tensors are merged by {type(prepared.method).__name__}, {kept} are the base's",
             *explain_shapes(prepared.method, {n: s.shape for n, s in prepared.base.specs.items()}, set(merged)),
-            _room(out, written, result),
+            _describe_room(out, written, result),
         ],
     )
-    result.section("Needs", [*_memory(prepared, specs, merged), _seconds(prepared, merged, written, result)])
+    result.section(
+        "Needs",
+        [*_describe_memory(prepared, specs, merged), _describe_seconds(prepared, merged, written, result)],
+    )
     return result
 
 
-def _factors(prepared: Prepared, merged: Sequence[str]) -> dict[str, TensorSpec]:
+def _plan_factors(prepared: Prepared, merged: Sequence[str]) -> dict[str, TensorSpec]:
     shapes = {name: prepared.base.specs[name].shape for name in merged}
     double = any(_is_double(c) for c in (prepared.base, *prepared.experts.values()))
     kind = torch.float64 if double else torch.float32
@@ -112,7 +115,7 @@ def _is_double(checkpoint: Checkpoint) -> bool:
     return any(spec.dtype == torch.float64 for spec in checkpoint.specs.values())
 
 
-def _problem(check: Callable[..., object], *arguments: Any) -> list[str]:
+def _try_check(check: Callable[..., object], *arguments: Any) -> list[str]:
     """What a check of the merge itself says against these arguments, if anything."""
     try:
         check(*arguments)
@@ -121,18 +124,18 @@ def _problem(check: Callable[..., object], *arguments: Any) -> list[str]:
     return []
 
 
-def _output_problems(prepared: Prepared, out: Path | None, overwrite: bool) -> list[str]:
+def _check_output(prepared: Prepared, out: Path | None, overwrite: bool) -> list[str]:
     """What stands against where the result goes and where the arithmetic happens."""
     if out is None:
         problems = ["out is not set: out=<folder>"]
     else:
-        problems = _problem(check_out, out.expanduser(), overwrite, input_files(prepared))
+        problems = _try_check(check_out, out.expanduser(), overwrite, list_input_files(prepared))
     for device in prepared.device:
-        problems += _problem(resolve_device, device)
+        problems += _try_check(resolve_device, device)
     return problems
 
 
-def _side_problems(prepared: Prepared, merged: Sequence[str]) -> list[str]:
+def _check_sides(prepared: Prepared, merged: Sequence[str]) -> list[str]:
     problems = []
     method, base = prepared.method, prepared.base.specs
     for kind in method.side_inputs:
@@ -148,25 +151,25 @@ def _side_problems(prepared: Prepared, merged: Sequence[str]) -> list[str]:
             problems += compare_specs(own, sides)
         else:
             side = tuple(prepared.side[kind].values())
-            problems += _problem(check_same_names, prepared.base, method, kind, side)
+            problems += _try_check(check_same_names, prepared.base, method, kind, side)
     return problems
 
 
-def _merged_names(prepared: Prepared, result: Report) -> list[str]:
+def _list_merged(prepared: Prepared, result: Report) -> list[str]:
     try:
         ties, experts = assume_ties(prepared.base), prepared.experts.values()
-        found = select_tensors(prepared.base.specs, ties, prepared.include, prepared.left_out, experts)
+        selected = select_tensors(prepared.base.specs, ties, prepared.include, prepared.left_out, experts)
     except InputError as error:
         result.problems.append(str(error))
         return []
-    result.problems += _problem(prepared.method.check_tensors, found)
-    return list(found)
+    result.problems += _try_check(prepared.method.check_tensors, selected)
+    return list(selected)
 
 
-def _room(out: Path | None, written: int, result: Report) -> str:
+def _describe_room(out: Path | None, written: int, result: Report) -> str:
     if out is None:
         return "no out=… is set"
-    free = free_bytes(out)
+    free = count_free_bytes(out)
     if free < written:
         result.problems.append(
             f"out={out} needs {format_size(written)} of disk and {format_size(free)} are free"
@@ -180,7 +183,7 @@ _COUNTERS = 8 << 20
 """What counting the entries of one expert takes, where there are many of them."""
 
 
-def _memory(prepared: Prepared, specs: dict[str, TensorSpec], merged: Sequence[str]) -> list[str]:
+def _describe_memory(prepared: Prepared, specs: dict[str, TensorSpec], merged: Sequence[str]) -> list[str]:
     """Upper bounds by count of what is held at once; experiments/merge_engine/README.md measures the host's."""
     experts, method = len(prepared.experts), prepared.method
     sizes = [specs[name].numel for name in merged if name in specs]
@@ -191,7 +194,7 @@ def _memory(prepared: Prepared, specs: dict[str, TensorSpec], merged: Sequence[s
     counters = 0
     if isinstance(getattr(method, "inner", method), TIES) and sum(sizes) > WIDE:
         counters = 2 * workers * experts * _COUNTERS
-    whole = (2 * experts + 16) * max(largest, _square(prepared, merged)) * item
+    whole = (2 * experts + 16) * max(largest, _find_largest_square(prepared, merged)) * item
     blocks = workers * min(largest, CPU_BLOCK) * item * (8 * experts + 4)
     adapters = sum(_is_finer(checkpoint, prepared.base, merged) for checkpoint in prepared.experts.values())
     folded = 3 * largest * item * adapters
@@ -200,14 +203,15 @@ def _memory(prepared: Prepared, specs: dict[str, TensorSpec], merged: Sequence[s
     if set(prepared.device) == {"cpu"}:
         device = "no device memory: the arithmetic is on the CPU"
     else:
-        device = f"device memory: about {format_size(_device_memory(prepared, sizes, item, whole) + counters)}"
+        taken = _estimate_device_memory(prepared, sizes, item, whole) + counters
+        device = f"device memory: about {format_size(taken)}"
     return [
         f"host memory: at most {format_size(held)} above start-up (files that are mapped not counted)",
         device,
     ]
 
 
-def _square(prepared: Prepared, merged: Sequence[str]) -> int:
+def _find_largest_square(prepared: Prepared, merged: Sequence[str]) -> int:
     """Entries of the largest matrix of outputs by outputs, or inputs by inputs, that is made; 0: none is."""
     if not isinstance(prepared.method, CAT | SubspaceMethod):
         return 0
@@ -216,7 +220,7 @@ def _square(prepared: Prepared, merged: Sequence[str]) -> int:
     return max((side * min(side, others) for side, others in sides), default=0)
 
 
-def _device_memory(prepared: Prepared, sizes: Sequence[int], item: int, whole: int) -> float:
+def _estimate_device_memory(prepared: Prepared, sizes: Sequence[int], item: int, whole: int) -> float:
     """Of one accelerator that several workers feed. What a stack of matrices takes to be factorized is as
     measured, ten times its size, and less beyond what is stacked on purpose."""
     experts, method, largest = len(prepared.experts), prepared.method, max(sizes, default=0)
@@ -230,14 +234,14 @@ def _device_memory(prepared: Prepared, sizes: Sequence[int], item: int, whole: i
     return whole
 
 
-def _seconds(prepared: Prepared, merged: Sequence[str], written: int, result: Report) -> str:
+def _describe_seconds(prepared: Prepared, merged: Sequence[str], written: int, result: Report) -> str:
     read = sum(os.path.getsize(file) for c in (prepared.origin, *prepared.opened.values()) for file in c.files)
     moved = (read + written) / _BYTES_A_SECOND
     sizes = [prepared.base.specs[name].numel for name in merged]
     if not sizes or result.problems:
         return f"time: about {format_duration(moved)} of reading and writing"
     try:
-        arithmetic = _arithmetic(prepared, merged, sizes)
+        arithmetic = _estimate_arithmetic(prepared, merged, sizes)
     except InputError as error:
         result.problems.append(str(error))
         return f"time: about {format_duration(moved)} of reading and writing"
@@ -254,28 +258,30 @@ def _is_finer(checkpoint: Checkpoint, base: Checkpoint, names: Sequence[str]) ->
     return any(checkpoint.specs[n].dtype.itemsize > base.specs[n].dtype.itemsize for n in shared)
 
 
-def _arithmetic(prepared: Prepared, merged: Sequence[str], sizes: Sequence[int]) -> float:
+def _estimate_arithmetic(prepared: Prepared, merged: Sequence[str], sizes: Sequence[int]) -> float:
     """Seconds for all tensors: per entry for elementwise methods, else by the power that two sizes show."""
     specs = prepared.base.specs
     method = prepared.method
 
-    def telling(name: str) -> tuple[bool, bool, bool, int]:
+    def rank(name: str) -> tuple[bool, bool, bool, int]:
         """How well a tensor stands for the others."""
         shape = specs[name].shape
         factorized = isinstance(method, SpectralMethod) and method.is_matrix(name, shape)
         return factorized, bool(_LAYER.search(name)), len(shape) == 2, specs[name].numel
 
-    name = max(merged, key=telling)
+    name = max(merged, key=rank)
     device = prepared.device[0]
     if method.elementwise:
-        return _clock(method, name, (_BLOCK,), list(prepared.experts), device) / _BLOCK * sum(sizes)
-    small, large = (_clock(method, name, (n, n), list(prepared.experts), device) for n in _SIDES)
+        return _time_merge(method, name, (_BLOCK,), list(prepared.experts), device) / _BLOCK * sum(sizes)
+    small, large = (_time_merge(method, name, (n, n), list(prepared.experts), device) for n in _SIDES)
     growth = math.log(max(large / small, 1.0)) / math.log((_SIDES[1] / _SIDES[0]) ** 2)
     power = min(max(growth, 1.0), 1.5)
     return sum(large * (size / _SIDES[1] ** 2) ** power for size in sizes)
 
 
-def _clock(method: Method, name: str, shape: tuple[int, ...], experts: Sequence[str], device: str) -> float:
+def _time_merge(
+    method: Method, name: str, shape: tuple[int, ...], experts: Sequence[str], device: str
+) -> float:
     generator = torch.Generator().manual_seed(0)
     base = {name: torch.randn(shape, generator=generator)}
     others = {e: {name: base[name] + 0.01 * torch.randn(shape, generator=generator)} for e in experts}
@@ -283,9 +289,9 @@ def _clock(method: Method, name: str, shape: tuple[int, ...], experts: Sequence[
     for kind in method.side_inputs:
         key = method.name_side(kind, name)
         statistics[kind] = [
-            {} if key is None else {key: _side_input(shape, key == name, generator)} for _ in experts
+            {} if key is None else {key: _draw_side_input(shape, key == name, generator)} for _ in experts
         ]
-    plain = _unweighed(method)
+    plain = _drop_weights(method)
     seconds = []
     for _ in range(2):
         begun = time.monotonic()
@@ -294,14 +300,16 @@ def _clock(method: Method, name: str, shape: tuple[int, ...], experts: Sequence[
     return min(seconds)
 
 
-def _unweighed(method: Method) -> Method:
+def _drop_weights(method: Method) -> Method:
     """Without weights, which may name tensors that are not made up; an inner method's too."""
     inner = getattr(method, "inner", None)
-    changes: dict[str, Any] = {"inner": _unweighed(inner)} if isinstance(inner, Method) else {"weights": None}
+    changes: dict[str, Any] = (
+        {"inner": _drop_weights(inner)} if isinstance(inner, Method) else {"weights": None}
+    )
     return replace(method, **changes)
 
 
-def _side_input(shape: tuple[int, ...], alike: bool, generator: torch.Generator) -> Tensor:
+def _draw_side_input(shape: tuple[int, ...], alike: bool, generator: torch.Generator) -> Tensor:
     """A Fisher shaped like the tensor, or a Gram of its inputs."""
     if alike:
         return torch.rand(shape, generator=generator)

@@ -29,7 +29,7 @@ from mergekit_lab.checkpoints import (
     read_json,
     write_files,
 )
-from mergekit_lab.commands.prepare import plan_output
+from mergekit_lab.commands.prepared import plan_output
 from mergekit_lab.console import is_watched
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.inputs import Source

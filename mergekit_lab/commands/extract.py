@@ -36,8 +36,8 @@ def extract(
 ) -> Path:
     """Make a LoRA adapter of a task vector, a folder that peft loads on the base.
 
-    Every changed weight of a linear layer is cut to its largest singular directions. What else changed
-    (embeddings, norms, biases) stays the base's; the card names it, and says how much of the change is lost.
+    Every changed weight of a linear layer is cut to its largest singular directions. Other changes (embeddings,
+    norms, biases) are left out; the card names them, and says how much is lost.
 
     Args:
         base: what the expert was fine-tuned from.

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from mergekit_lab.checkpoints import OPEN_CLIP, TRANSFORMERS, read_json
-from mergekit_lab.commands.prepare import Prepared
+from mergekit_lab.commands.prepared import Prepared
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging import SLERP, TIES, Method, TaskArithmetic, WeightAverage
 from mergekit_lab.paths import conf_dir
@@ -38,7 +38,7 @@ _PIPELINES = (
 
 
 def describe_for_hub(prepared: Prepared) -> dict[str, Any]:
-    """Fields of the card's header: library, task, and what the base's own card says of its license."""
+    """Fields of the card's header: library, task, and the license from the base's card."""
     library = prepared.library
     fields: dict[str, Any] = {}
     if library is not None:
@@ -63,8 +63,8 @@ def say_usage(prepared: Prepared, title: str, repo: str | None = None) -> str:
     title = repo or title
     if prepared.library is not TRANSFORMERS:
         return ""
-    found = _find_pipeline(prepared)
-    loader = found[2] if found else "AutoModel"
+    pipeline = _find_pipeline(prepared)
+    loader = pipeline[2] if pipeline else "AutoModel"
     lines = [f"from transformers import {loader}", "", f"model = {loader}.from_pretrained({title!r})"]
     if prepared.tokenizer is not None:
         lines = [f"from transformers import {loader}, AutoTokenizer", *lines[1:]]
@@ -143,13 +143,13 @@ def _find_pipeline(prepared: Prepared) -> tuple[str, str, str] | None:
 
 
 def read_header(folder: Path | None) -> Mapping[str, Any]:
-    """The header of the card in a model's folder; empty where there is none that can be read."""
+    """The header of the card in a model's folder; empty without a readable one."""
     file = None if folder is None else folder / "README.md"
     if file is None or not file.is_file():
         return {}
-    found = re.match(r"---\n(.*?)\n---", file.read_text(encoding="utf-8", errors="replace"), re.S)
+    match = re.match(r"---\n(.*?)\n---", file.read_text(encoding="utf-8", errors="replace"), re.S)
     try:
-        headers = make_values(found[1], str(file)) if found else []
+        headers = make_values(match[1], str(file)) if match else []
     except InputError:
         return {}
     return headers[0] if headers and isinstance(headers[0], Mapping) else {}

@@ -13,8 +13,9 @@ import torch
 from annotated_types import Ge, Gt, Le
 
 from mergekit_lab.checkpoints import MAX_SHARD_BYTES, check_out, check_push
-from mergekit_lab.commands.prepare import Devices, Prepared, prepare
-from mergekit_lab.commands.sources import local_paths, read_sources
+from mergekit_lab.commands.prepare import Devices, prepare
+from mergekit_lab.commands.prepared import Prepared
+from mergekit_lab.commands.sources import list_local_paths, read_sources
 from mergekit_lab.commands.write import check_format, write
 from mergekit_lab.console import is_watched
 from mergekit_lab.errors import InputError, say_bytes
@@ -98,7 +99,7 @@ def merge(
     for name, number in (metrics or {}).items():
         if not isinstance(number, int | float):
             raise InputError(f"metrics: {name} is {number!r}; it must be a number")
-    check_out(Path(out).expanduser(), overwrite, local_paths(base, experts))
+    check_out(Path(out).expanduser(), overwrite, list_local_paths(base, experts))
     for kind, given in (("fisher", fishers), ("gram", grams)):
         if given is not None:
             statistics = {**(statistics or {}), kind: given}
@@ -185,10 +186,10 @@ class MergeCheckpoints:
 
     def _run(self, stages: Path) -> None:
         check_push(self.push_to)
-        inputs, notes, recipe = self._inputs(None if self.dry_run else stages)
+        inputs, notes, recipe = self._read_inputs(None if self.dry_run else stages)
         out = Path(self.out) if self.out else None
         if out is not None and not self.dry_run:  # a dry run has this in its report
-            check_out(out.expanduser(), self.overwrite, local_paths(inputs["base"], inputs["experts"]))
+            check_out(out.expanduser(), self.overwrite, list_local_paths(inputs["base"], inputs["experts"]))
         prepared = self._prepare(inputs)
         prepared = replace(prepared, notes=[*notes, *prepared.notes])
         check_format(prepared, self.format, self.rank, self.energy)
@@ -205,7 +206,7 @@ class MergeCheckpoints:
         total = sum(path.stat().st_size for path in out.expanduser().iterdir())
         log.info("merged %d experts into %s (%s)", len(prepared.experts), out, say_bytes(total))
 
-    def _inputs(self, stages: Path | None) -> tuple[dict[str, Any], Sequence[str], str | None]:
+    def _read_inputs(self, stages: Path | None) -> tuple[dict[str, Any], Sequence[str], str | None]:
         """What is merged and how, as arguments of `prepare`; notes on a recipe, and its text.
 
         Args:
@@ -218,7 +219,7 @@ class MergeCheckpoints:
         }
         if self.recipe is None:
             experts = read_sources(self.experts, "experts")
-            return {"base": self.base, "experts": experts, "method": self._method(), **settings}, (), None
+            return {"base": self.base, "experts": experts, "method": self._make_method(), **settings}, (), None
         from mergekit_lab.commands.recipes import read_recipe
 
         clashing = [name for name in ("base", "experts", "merger") if getattr(self, name)]
@@ -249,7 +250,7 @@ class MergeCheckpoints:
             read=not self.dry_run,
         )
 
-    def _method(self) -> Method:
+    def _make_method(self) -> Method:
         from mergekit_lab.schema.check import build, without_null_coefficient
 
         assert self.merger is not None
@@ -260,13 +261,13 @@ def _read_inputs(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
     """A recipe as arguments of `prepare`; what is set on the command line counts before what it says."""
     own = {name: value or getattr(recipe, name) for name, value in settings.items()}
     own["chat_template"] = recipe.chat_template
-    return {"base": recipe.base, "experts": recipe.experts, "method": recipe.method, **own}
+    return {"base": recipe.base, "experts": recipe.experts, "method": recipe.make_method, **own}
 
 
 def _print_report(prepared: Prepared, out: Path | None, overwrite: bool, format: str) -> None:
     from mergekit_lab.commands.dry_run import report
 
-    found = report(prepared, out, overwrite, format)
-    print(found.text())
-    if not found.works:
+    result = report(prepared, out, overwrite, format)
+    print(result.text())
+    if not result.works:
         raise InputError("the merge would not work: see the problems above")

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from glob import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,30 +16,28 @@ from mergekit_lab.checkpoints import (
     TRANSFORMERS,
     Checkpoint,
     LayerRange,
-    Library,
     Reconciled,
-    TensorSpec,
-    adapter_of,
     align,
     arrange_layers,
     compare_configs,
-    computed_buffers,
+    count_vocabulary_rows,
     describe_tokenizer,
+    find_adapter,
     find_library,
     find_other_weights,
     find_parts_with_weights,
     find_source,
+    list_computed_buffers,
     open_checkpoint,
-    plan_specs,
     read_tokens,
     reconcile,
     untie,
-    vocabulary_rows,
 )
 from mergekit_lab.checkpoints.libraries import find_weights
 from mergekit_lab.checkpoints.model_files import find_tokenizer_files
 from mergekit_lab.checkpoints.tied_weights import read_config
-from mergekit_lab.commands.sources import last_part, name_sources, refuse_absent
+from mergekit_lab.commands.prepared import Adapter, Arranged, Prepared
+from mergekit_lab.commands.sources import name_sources, refuse_absent, shorten_path
 from mergekit_lab.errors import InputError, listing, suggestion
 from mergekit_lab.machine import list_devices
 from mergekit_lab.merging import Method, resolve_device
@@ -54,116 +50,6 @@ _FACTOR = re.compile(
 )
 """In names of adapters, of peft, diffusers and kohya-ss."""
 Devices = str | int | Sequence[str | int]
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """A PEFT adapter on a model of its own, not on the base of the merge."""
-
-    model: Source | Arranged
-    adapter: str | Path
-
-
-class Piece(NamedTuple):
-    """Layers of a model from `first` to before `stop`."""
-
-    model: Source | Adapter | Arranged
-    first: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Arranged:
-    """A model put together of layers of others; the first has the configuration and the tokenizer.
-
-    Attributes:
-        pieces: in the order of the result's layers.
-    """
-
-    pieces: tuple[Piece, ...]
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Opened and reconciled inputs, and what shall become of them.
-
-    Attributes:
-        base, experts: under one set of names, with one vocabulary.
-        side: side inputs by kind and expert.
-        include, exclude: name patterns, as they were given.
-        kept: names that stay the base's for other reasons: buffers that are computed, `embeddings=base`.
-        vocabulary: rows of the embedding, where they are not the base's.
-        tokenizer: the folder that the tokenizer comes from.
-        tokenizer_source: what the card calls that.
-        chat_template: in Jinja, in place of the tokenizer's own.
-        origin, opened: the same as they were opened, before their vocabularies were made one.
-        base_source, sources: what the card calls each input.
-        notes: what was done to the inputs.
-        problems: why they cannot be merged, where only headers were asked for.
-    """
-
-    base: Checkpoint
-    experts: Mapping[str, Checkpoint]
-    origin: Checkpoint
-    opened: Mapping[str, Checkpoint]
-    side: Mapping[str, Mapping[str, Checkpoint]]
-    method: Method
-    device: Sequence[str]
-    dtype: torch.dtype | None
-    include: Sequence[str] | None
-    exclude: Sequence[str]
-    kept: Sequence[str]
-    embeddings: str | None
-    max_shard_bytes: int
-    vocabulary: int | None
-    tokenizer: Path | None
-    tokenizer_source: str
-    chat_template: str | None
-    base_source: str
-    sources: Mapping[str, str]
-    notes: Sequence[str]
-    problems: Sequence[str] = ()
-
-    @property
-    def library(self) -> Library | None:
-        """What loads the result."""
-        return find_library(self.base)
-
-    @property
-    def left_out(self) -> list[str]:
-        """Patterns of everything that is not merged."""
-        return [*self.exclude, *(escape(name) for name in self.kept)]
-
-    def plan(self, left_out: Sequence[str]) -> Plan:
-        """What is written; `left_out` are second names of tied weights."""
-        return plan_output(self.base, self.dtype, left_out, self.max_shard_bytes)
-
-
-class Plan(NamedTuple):
-    """What is written, how much to a file, and what the files are called."""
-
-    specs: dict[str, TensorSpec]
-    max_bytes: int
-    stem: str
-
-
-def plan_output(
-    base: Checkpoint, dtype: torch.dtype | None, left_out: Sequence[str], max_shard_bytes: int
-) -> Plan:
-    """How a model with the base's tensors is written, so that the base's library loads it: transformers without
-    second names of tied weights, open_clip in one file, diffusers under its own name."""
-    library = find_library(base)
-    specs = plan_specs(base, dtype, left_out if library is TRANSFORMERS else ())
-    if library is not None and not library.sharded:
-        max_shard_bytes = max(1, sum(spec.nbytes for spec in specs.values()))
-    stem = (library or TRANSFORMERS).stem
-    if library is TRANSFORMERS and _DIFFUSERS_KEY in read_config(base.folder):
-        stem = "diffusion_pytorch_model"
-    return Plan(specs, max_shard_bytes, stem)
-
-
-_DIFFUSERS_KEY = "_class_name"
-"""In a `config.json` of diffusers, which looks for no `model.safetensors`."""
 
 
 def prepare(
@@ -204,8 +90,8 @@ def prepare(
         refuse_absent({"the base": base, **named})
     opener = _Opener(read, allow_config_mismatch)
     origin = opener.open("the base", base, None)
-    notes = _about_folder(origin)
-    sources = {n: _kin(origin, opener.open(n, s, origin)) for n, s in named.items()}
+    notes = _describe_folder(origin)
+    sources = {n: _require_kin(origin, opener.open(n, s, origin)) for n, s in named.items()}
     origin = untie(origin, sources.values(), notes.append)
     is_merged = partial(is_selected, include=include, exclude=exclude)
     opened = {n: align(origin, s, read=read, say=notes.append, is_merged=is_merged) for n, s in sources.items()}
@@ -216,7 +102,7 @@ def prepare(
         raise InputError("\n".join(problems))
     tokenizer = None
     try:
-        tokenizer = _tokenizer_folder(tokenizer_from, origin, opened)
+        tokenizer = _find_tokenizer_folder(tokenizer_from, origin, opened)
         same = reconcile(origin, list(opened.values()), embeddings, tokenizer, is_merged)
         _check_tokenizer(tokenizer, same.base)
     except InputError as error:
@@ -225,7 +111,7 @@ def prepare(
         same = Reconciled(origin, tuple(opened.values()))
         problems.append(str(error))
     chosen = tokenizer or same.tokenizer or origin.folder
-    called = _tokenizer_source(tokenizer_from, same.tokenizer, opened)
+    called = _name_tokenizer_source(tokenizer_from, same.tokenizer, opened)
     folders = {name: expert.folder for name, expert in opened.items()}
     notes += [*same.notes, *describe_tokenizer(origin.folder, folders, chosen, called)]
     side: dict[str, dict[str, Checkpoint]] = {}
@@ -248,27 +134,31 @@ def prepare(
         dtype=dtype,
         include=include,
         exclude=exclude,
-        kept=[*same.exclude, *_floating(origin, computed_buffers(origin)), *_statistics(origin, buffers)],
+        kept=[
+            *same.exclude,
+            *_list_floating(origin, list_computed_buffers(origin)),
+            *_list_statistics(origin, buffers),
+        ],
         embeddings=embeddings,
         max_shard_bytes=max_shard_bytes,
         vocabulary=same.rows,
         tokenizer=chosen,
         tokenizer_source=called,
         chat_template=chat_template,
-        base_source=_called(base),
-        sources={name: _called(source) for name, source in named.items()},
+        base_source=_name_input(base),
+        sources={name: _name_input(source) for name, source in named.items()},
         notes=notes,
         problems=problems,
     )
 
 
-def _statistics(base: Checkpoint, buffers: str) -> list[str]:
+def _list_statistics(base: Checkpoint, buffers: str) -> list[str]:
     """Batch norm's running statistics, where they stay the base's."""
     require_choice("buffers", buffers, ("merge", "base"))
     return [name for name in base if name.endswith(RUNNING_STATISTICS)] if buffers == "base" else []
 
 
-def _floating(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
+def _list_floating(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
     return [name for name in names if checkpoint.specs[name].dtype.is_floating_point]
 
 
@@ -286,7 +176,7 @@ class _Opener:
             return self.arrange(name, source)
         if not isinstance(source, Adapter):
             opened = open_checkpoint(source, name, base=base, headers_only=not self.read)
-            adapter = adapter_of(opened)
+            adapter = find_adapter(opened)
             if adapter is not None and base is not None:
                 self.notes += _doubt_base(name, adapter.info.base_name, base)
             if adapter is not None and adapter.source and (beside := find_weights(adapter.source)):
@@ -303,7 +193,7 @@ class _Opener:
     def arrange(self, name: str, source: Arranged) -> Checkpoint:
         models: dict[str, Checkpoint] = {}
         for piece in source.pieces:
-            called = _called(piece.model)
+            called = _name_input(piece.model)
             if called not in models:
                 opened = self.open(called, piece.model, None)
                 models[called] = align(next(iter(models.values()), opened), opened, read=self.read)
@@ -311,11 +201,11 @@ class _Opener:
         said, problems = compare_configs(models[first], {n: models[n] for n in others}, self.allowed)
         self.notes += [note for note in said if note not in self.notes]
         self.problems += [problem for problem in problems if problem not in self.problems]
-        parts = [LayerRange(models[_called(p.model)], p.first, p.stop) for p in source.pieces]
+        parts = [LayerRange(models[_name_input(p.model)], p.first, p.stop) for p in source.pieces]
         return arrange_layers(parts, name)
 
 
-def _about_folder(base: Checkpoint) -> list[str]:
+def _describe_folder(base: Checkpoint) -> list[str]:
     """What of the base's folder is not merged."""
     library, other, notes = find_library(base), find_other_weights(base), []
     if library is not None and other is not None:
@@ -326,7 +216,7 @@ def _about_folder(base: Checkpoint) -> list[str]:
     return notes
 
 
-def _kin(base: Checkpoint, expert: Checkpoint) -> Checkpoint:
+def _require_kin(base: Checkpoint, expert: Checkpoint) -> Checkpoint:
     """The expert, unless it is for the library whose file of the base was not read, or factors of no model."""
     factors = [name for name in expert if _FACTOR.search(name)]
     if 2 * len(factors) > len(expert) and not base.keys() & expert.keys():
@@ -344,7 +234,7 @@ def _kin(base: Checkpoint, expert: Checkpoint) -> Checkpoint:
     return expert
 
 
-def _tokenizer_folder(
+def _find_tokenizer_folder(
     wanted: str | Path | None, base: Checkpoint, experts: Mapping[str, Checkpoint]
 ) -> Path | None:
     if wanted is None:
@@ -360,15 +250,17 @@ def _tokenizer_folder(
     return folder
 
 
-def _tokenizer_source(wanted: str | Path | None, found: Path | None, opened: Mapping[str, Checkpoint]) -> str:
+def _name_tokenizer_source(
+    wanted: str | Path | None, folder: Path | None, opened: Mapping[str, Checkpoint]
+) -> str:
     if wanted is not None:
-        return str(wanted) if str(wanted) in {*opened, "base"} else _called(wanted)
-    return next((name for name, expert in opened.items() if found and expert.folder == found), "base")
+        return str(wanted) if str(wanted) in {*opened, "base"} else _name_input(wanted)
+    return next((name for name, expert in opened.items() if folder and expert.folder == folder), "base")
 
 
 def _check_tokenizer(folder: Path | None, base: Checkpoint) -> None:
     """Refuse a tokenizer with tokens that have no row in the model that comes out."""
-    rows = vocabulary_rows(base)
+    rows = count_vocabulary_rows(base)
     tokens = read_tokens(folder) if rows else None
     if rows and tokens and max(tokens.values()) >= rows:
         raise InputError(
@@ -401,15 +293,15 @@ def read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
         return dtype
     if dtype not in FLOATING:
         raise InputError(f"dtype is {dtype!r}{suggestion(dtype, FLOATING)}")
-    found: torch.dtype = getattr(torch, dtype)
-    return found
+    value: torch.dtype = getattr(torch, dtype)
+    return value
 
 
 def _doubt_base(name: str, wanted: str, base: Checkpoint) -> list[str]:
     """A warning where an adapter says that it was trained on a model of another name, wherever that lay."""
     known = [str(read_config(base.folder).get("_name_or_path") or ""), str(base.folder or "")]
-    mine = [called for each in known if (called := _last_name(each))]
-    if not _last_name(wanted) or not mine or _last_name(wanted) in mine:
+    mine = [called for each in known if (called := _strip_path(each))]
+    if not _strip_path(wanted) or not mine or _strip_path(wanted) in mine:
         return []
     return [
         f"warning: the adapter {name} was trained on {wanted!r}, and the base is called {mine[0]!r}: are they "
@@ -417,23 +309,23 @@ def _doubt_base(name: str, wanted: str, base: Checkpoint) -> list[str]:
     ]
 
 
-def _last_name(model: str) -> str:
+def _strip_path(model: str) -> str:
     """What a model is called, of a hub id, a path, or its place in the hub's cache."""
     parts = [part for part in model.casefold().split("/") if part]
     cached = [part.rpartition("--")[2] for part in parts if part.startswith("models--")]
     return (cached or parts or [""])[-1]
 
 
-def _called(source: Any) -> str:
+def _name_input(source: Any) -> str:
     """What a card calls an input: a hub id as it is, a path by its last part."""
     if isinstance(source, Adapter):
-        return f"{_called(source.adapter)} on {_called(source.model)}"
+        return f"{_name_input(source.adapter)} on {_name_input(source.model)}"
     if isinstance(source, Arranged):
-        return "layers of " + ", ".join(f"{_called(p.model)} {p.first}:{p.stop}" for p in source.pieces)
+        return "layers of " + ", ".join(f"{_name_input(p.model)} {p.first}:{p.stop}" for p in source.pieces)
     if isinstance(source, str) and not Path(source).expanduser().exists():
         return source
     if isinstance(source, str | Path):
         path = Path(source).absolute()
-        folder = last_part(path)
+        folder = shorten_path(path)
         return folder if folder == path.name else f"{folder}/{path.name}"
     return "in memory"

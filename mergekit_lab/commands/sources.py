@@ -65,12 +65,12 @@ def name_sources(sources: Any, what: str, names: Sequence[str] | None = None) ->
         if len(listed) != len(names):
             raise InputError(f"{len(listed)} {what} inputs were given for {len(names)} experts")
         return dict(zip(names, listed, strict=True))
-    called = [last_part(s) if isinstance(s, str | Path) else "" for s in listed]
+    called = [shorten_path(s) if isinstance(s, str | Path) else "" for s in listed]
     unique = len(set(called)) == len(called) and all(called)
     return {called[n] if unique else str(n): source for n, source in enumerate(listed)}
 
 
-def last_part(source: str | Path) -> str:
+def shorten_path(source: str | Path) -> str:
     """A path's last part, but for a file whose name is every model's."""
     path = Path(source)
     known = any(path.name in library.weights for library in LIBRARIES)
@@ -90,7 +90,7 @@ def refuse_absent(sources: Mapping[str, Any]) -> None:
                 raise InputError(f"{name}: {source} does not exist")
 
 
-def local_paths(base: Any, experts: Any) -> list[Path]:
+def list_local_paths(base: Any, experts: Any) -> list[Path]:
     """The inputs of a merge that are paths, and there."""
     sources = [base, *(experts.values() if isinstance(experts, Mapping) else experts)]
     paths = [Path(source).expanduser() for source in sources if isinstance(source, str | Path)]

@@ -20,8 +20,8 @@ from mergekit_lab.checkpoints import (
     Card,
     LowRankRecord,
     ShardedWriter,
-    adapter_of,
     check_out,
+    find_adapter,
     fingerprint,
     follow_tokenizer,
     make_folder,
@@ -36,9 +36,9 @@ from mergekit_lab.checkpoints import (
     write_files,
 )
 from mergekit_lab.commands.hub_card import describe_for_hub, say_command, say_usage, write_recipe
-from mergekit_lab.commands.prepare import Prepared
+from mergekit_lab.commands.prepared import Prepared
 from mergekit_lab.errors import InputError, listing, say_bytes, suggestion
-from mergekit_lab.machine import free_bytes
+from mergekit_lab.machine import count_free_bytes
 from mergekit_lab.merging import merge_factors, merge_tensors, require_factors
 from mergekit_lab.merging.adapter import AdapterMerge
 from mergekit_lab.merging.blocks import Notes
@@ -62,7 +62,7 @@ def write(
 ) -> Path:
     """Merge what was prepared into the folder `out`; `merge` says what the arguments are."""
     out = out.expanduser()
-    check_out(out, overwrite, input_files(prepared))
+    check_out(out, overwrite, list_input_files(prepared))
     check_format(prepared, format, rank, energy)
     told = {"metrics": metrics or {}, "recipe": recipe, "push_to": push_to}
     if format == "adapter":
@@ -80,9 +80,9 @@ def _write_model(
     notes: Notes = {}
     if format == "dense":
         specs, limit, stem = prepared.plan(list(prepared.base.find_ties()))
-        tensors = merge_tensors(**_arguments(prepared), dtype=prepared.dtype, notes=notes)
+        tensors = merge_tensors(**_collect_arguments(prepared), dtype=prepared.dtype, notes=notes)
     else:
-        specs, tensors = merge_factors(**_arguments(prepared), notes=notes)
+        specs, tensors = merge_factors(**_collect_arguments(prepared), notes=notes)
         limit, stem = prepared.max_shard_bytes, LowRankRecord.stem
     beside = plan_files_beside(prepared, format)
     planned = plan_files(specs, limit, stem) | measure_files(beside)
@@ -105,8 +105,8 @@ def _write_model(
                 for name in written:
                     bar.advance(task, work[name])
         if format != "dense":
-            beside |= _low_rank_record(prepared).files()
-        beside |= _card(prepared, out.name, format, account=_account(notes), **told).files()
+            beside |= _make_low_rank_record(prepared).files()
+        beside |= _make_card(prepared, out.name, format, account=_summarize_notes(notes), **told).files()
         planned |= write_files(beside, folder)
 
 
@@ -120,7 +120,7 @@ def _write_adapter(
     told: Mapping[str, Any],
 ) -> None:
     notes: Notes = {}
-    arguments = _arguments(prepared)
+    arguments = _collect_arguments(prepared)
     merge = AdapterMerge(arguments.pop("base"), arguments.pop("experts"), arguments.pop("method"), rank, energy)
     made = merge.changes(**arguments, notes=notes)
     beside = plan_files_beside(prepared, "adapter")
@@ -132,20 +132,20 @@ def _write_adapter(
             folder, changes, base_name=_name_base(prepared), base_folder=prepared.base.folder,
             transposed=merge.transposed, dtype=kind,
         )  # fmt: skip
-        account = [*merge.describe(), *_account(notes)]
-        beside |= _card(prepared, out.name, "adapter", account=account, **told).files()
+        account = [*merge.describe(), *_summarize_notes(notes)]
+        beside |= _make_card(prepared, out.name, "adapter", account=account, **told).files()
         planned |= write_files(beside, folder)
 
 
 def _name_base(prepared: Prepared) -> str:
     """What an adapter calls its base: what all experts' adapters do, or the base's id on the hub."""
-    names = {folded.info.base_name for e in prepared.experts.values() if (folded := adapter_of(e))}
+    names = {folded.info.base_name for e in prepared.experts.values() if (folded := find_adapter(e))}
     if len(names) == 1:
         return names.pop()
     return prepared.base_source.split("@")[0] if parse_hub_id(prepared.base_source) else ""
 
 
-def _arguments(prepared: Prepared) -> dict[str, Any]:
+def _collect_arguments(prepared: Prepared) -> dict[str, Any]:
     return {
         "base": prepared.base,
         "experts": prepared.experts,
@@ -178,7 +178,7 @@ def check_format(prepared: Prepared, format: str, rank: int | None = None, energ
 _FORMATS = ("dense", "low_rank", "per_task", "adapter")
 
 
-def _low_rank_record(prepared: Prepared) -> LowRankRecord:
+def _make_low_rank_record(prepared: Prepared) -> LowRankRecord:
     return LowRankRecord(
         experts=list(prepared.experts),
         coefficient=prepared.method.scale,
@@ -194,20 +194,20 @@ def _put(writer: ShardedWriter, name: str, tensor: Tensor) -> str:
     return name
 
 
-def input_files(prepared: Prepared) -> list[Path]:
+def list_input_files(prepared: Prepared) -> list[Path]:
     """All files that a merge reads: of the base, the experts and the side inputs."""
     side = [checkpoint for by_name in prepared.side.values() for checkpoint in by_name.values()]
     return [file for c in (prepared.origin, *prepared.opened.values(), *side) for file in c.files]
 
 
 def _check_room(out: Path, needed: int) -> None:
-    free = free_bytes(out)
+    free = count_free_bytes(out)
     if needed > free:
         raise InputError(f"out={out} needs {say_bytes(needed)} of disk and {say_bytes(free)} are free")
 
 
 def plan_files_beside(prepared: Prepared, format: str) -> dict[str, Path | str]:
-    """The configuration, tokenizer and licenses that go with the result; with factors what is not the base's.
+    """Configuration, tokenizer and licenses of the result; for factors only those that differ from the base's.
 
     Raises:
         InputError: one of them cannot be copied.
@@ -226,13 +226,13 @@ def plan_files_beside(prepared: Prepared, format: str) -> dict[str, Path | str]:
     return files
 
 
-def _account(notes: Notes) -> list[str]:
+def _summarize_notes(notes: Notes) -> list[str]:
     """What the method noted of single tensors, a sentence a diagnostic: of numbers their mean and range, of
     anything else where it holds."""
     numbers: dict[str, list[float]] = {}
     others: dict[str, list[str]] = {}
-    for tensor, found in notes.items():
-        for key, value in found.items():
+    for tensor, values in notes.items():
+        for key, value in values.items():
             if isinstance(value, int | float):
                 numbers.setdefault(key, []).append(value)
             else:
@@ -244,7 +244,7 @@ def _account(notes: Notes) -> list[str]:
     return lines + [f"{said} ({len(names)} tensors: {listing(names)})" for said, names in others.items()]
 
 
-def _card(
+def _make_card(
     prepared: Prepared,
     title: str,
     format: str,
@@ -262,7 +262,7 @@ def _card(
     return Card(
         title=title,
         method=type(prepared.method).__name__,
-        hyper_parameters=_fields(prepared.method),
+        hyper_parameters=_list_fields(prepared.method),
         base=fingerprint(prepared.origin, prepared.base_source),
         experts={name: fingerprint(c, prepared.sources[name]) for name, c in prepared.opened.items()},
         side=side,
@@ -287,15 +287,15 @@ def _card(
     )
 
 
-def _fields(method: Any) -> dict[str, Any]:
+def _list_fields(method: Any) -> dict[str, Any]:
     """A method's hyper-parameters as plain values; nested methods as mappings, a coefficient as it is used."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for item in dataclasses.fields(method):
         value = getattr(method, item.name)
         if dataclasses.is_dataclass(value):
-            value = {"method": type(value).__name__, **_fields(value)}
+            value = {"method": type(value).__name__, **_list_fields(value)}
         if item.name == "coefficient" and value is None:
             value = method.scale
         if item.repr:
-            found[item.name] = value
-    return found
+            fields[item.name] = value
+    return fields

@@ -27,7 +27,7 @@ def is_supported(
     return query.dim() == 3 and bias_k is None and not add_zero_attn and dropout == 0 and not static
 
 
-def attention(
+def run_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

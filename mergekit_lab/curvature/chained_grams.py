@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from mergekit_lab.batches import Batch
 from mergekit_lab.checkpoints import split_layer
-from mergekit_lab.curvature.fisher import evaluating
-from mergekit_lab.curvature.gram import Inputs, list_keys
+from mergekit_lab.curvature.fisher import switch_to_evaluation
+from mergekit_lab.curvature.gram import InputSums, list_keys
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.merging import RegMeanPlusPlus, merge_state_dicts
 
@@ -70,7 +70,7 @@ def chained_grams(
         merged = merge_state_dicts(_pick(base, names), own, method, statistics=statistics)
         model.load_state_dict(merged, strict=False)
 
-    with evaluating(model):
+    with switch_to_evaluation(model):
         merge([name for name in base if not split_layer(name)])
         hidden: dict[str, list[Tensor]] = {}
         calls: dict[str, list[list[_Call]]] = {}
@@ -83,15 +83,15 @@ def chained_grams(
             keys = {k: prefix + key for k, key in list_keys(layer).items()}
             for expert, state in experts.items():
                 layer.load_state_dict({n.removeprefix(prefix): state[n] for n in names})
-                inside = Inputs(keys)
+                inside = InputSums(keys)
                 for x, call in zip(hidden[expert], calls[expert], strict=True):
                     with inside:
                         _ = layer(x, *call[number].others, **call[number].named)
-                grams[expert] |= inside.means()
+                grams[expert] |= inside.compute_means()
             merge(names)
             for expert in experts:
                 hidden[expert] = [
-                    _first(layer(x, *call[number].others, **call[number].named))
+                    _take_first(layer(x, *call[number].others, **call[number].named))
                     for x, call in zip(hidden[expert], calls[expert], strict=True)
                 ]
     return grams
@@ -101,7 +101,7 @@ def _pick(state: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor
     return {name: state[name] for name in names}
 
 
-def _first(output: Any) -> Tensor:
+def _take_first(output: Any) -> Tensor:
     hidden: Tensor = output[0] if isinstance(output, tuple) else output
     return hidden
 

@@ -65,7 +65,7 @@ def diagonal_fisher(
     require_whole("chunk", chunk, 1)
     estimate = _Estimate(model, causal, torch.Generator().manual_seed(seed) if sampled else None)
     count = 0
-    with evaluating(model):
+    with switch_to_evaluation(model):
         for batch in batches:
             for part in cut_batch(batch, chunk):
                 estimate.add(part)
@@ -91,7 +91,7 @@ class _Estimate:
         """Add every sample's square."""
         while True:
             slow = {name: p for name, p in self.trained.items() if name not in self.taped}
-            with _constant(slow.values()):
+            with _freeze(slow.values()):
                 try:
                     batch = self._add_taped(batch)
                     break
@@ -111,7 +111,7 @@ class _Estimate:
         tape.mark((batch if isinstance(batch, Mapping) else batch[:1],))
         with torch.enable_grad(), Recorder(tape):
             logits, labels = compute_logits(self.model, batch, self.causal)
-        self._look_for_hidden_uses(batch, tape.unused())
+        self._look_for_hidden_uses(batch, tape.list_unused())
         if self.draw is not None:
             labels = draw_labels(logits, labels, self.draw)
             batch = with_labels(batch, labels, self.causal)
@@ -126,28 +126,30 @@ class _Estimate:
         unknown = [name for name in unused if name not in self.idle]
         if not unknown:
             return
-        hidden = [n for n, g in self._gradients(take_samples(batch, 0, 1), unknown).items() if g is not None]
+        hidden = [
+            n for n, g in self._compute_gradients(take_samples(batch, 0, 1), unknown).items() if g is not None
+        ]
         if hidden:
             raise NoRule(hidden)
         self.idle.update(unknown)
 
-    def _gradients(self, batch: Batch, names: Iterable[str]) -> dict[str, Tensor | None]:
+    def _compute_gradients(self, batch: Batch, names: Iterable[str]) -> dict[str, Tensor | None]:
         with torch.enable_grad():
             value = log_likelihood(*compute_logits(self.model, batch, self.causal))
         if not value.requires_grad:
             return dict.fromkeys(names)
-        found = torch.autograd.grad(value, [self.trained[name] for name in names], allow_unused=True)
-        return dict(zip(names, found, strict=True))
+        gradients = torch.autograd.grad(value, [self.trained[name] for name in names], allow_unused=True)
+        return dict(zip(names, gradients, strict=True))
 
     def _add_one_by_one(self, batch: Batch, names: Iterable[str]) -> None:
         for at in range(count_samples(batch)):
-            for name, g in self._gradients(take_samples(batch, at, at + 1), names).items():
+            for name, g in self._compute_gradients(take_samples(batch, at, at + 1), names).items():
                 if g is not None:
                     self.totals[name] += g.to(self.totals[name].dtype).square()
 
 
 @contextmanager
-def _constant(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def _freeze(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     held = list(parameters)
     for p in held:
         p.requires_grad_(False)
@@ -159,7 +161,7 @@ def _constant(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def switch_to_evaluation(model: nn.Module) -> Iterator[None]:
     """The model in evaluation mode."""
     was_training = model.training
     model.eval()

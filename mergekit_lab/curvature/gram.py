@@ -17,15 +17,15 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from mergekit_lab.batches import Batch
-from mergekit_lab.curvature.attention import ATTENTION, attention
-from mergekit_lab.curvature.fisher import evaluating
+from mergekit_lab.curvature.attention import ATTENTION, run_attention
+from mergekit_lab.curvature.fisher import switch_to_evaluation
 from mergekit_lab.errors import InputError
 
 _SUFFIX = "weight"
 _NORMS = (functional.layer_norm, functional.rms_norm)
 
 
-class Inputs(TorchFunctionMode):
+class InputSums(TorchFunctionMode):
     """Adds up `xᵀx` at every linear call with a known weight, and `x²` at every multiplication with a
     norm's.
     """
@@ -60,12 +60,12 @@ class Inputs(TorchFunctionMode):
         if func is ATTENTION:
             try:
                 with self:
-                    return attention(*args, **kwargs)
+                    return run_attention(*args, **kwargs)
             except NotImplementedError:
                 pass  # its projections stay without a Gram
         return func(*args, **kwargs)
 
-    def means(self) -> dict[str, Tensor]:
+    def compute_means(self) -> dict[str, Tensor]:
         """Of what was added up, over the rows."""
         return {key: total / self.rows[key] for key, total in self.sums.items()}
 
@@ -99,14 +99,14 @@ def input_grams(model: nn.Module, batches: Iterable[Batch]) -> dict[str, Tensor]
     Raises:
         InputError: no linear layer was reached.
     """
-    inside = Inputs(list_keys(model))
-    with evaluating(model):
+    inside = InputSums(list_keys(model))
+    with switch_to_evaluation(model):
         for batch in batches:
             with inside:
                 _ = model(**batch) if isinstance(batch, Mapping) else model(batch[0])
     if not any(total.dim() == 2 for total in inside.sums.values()):
         raise InputError("no linear layer was reached: are there batches, and does the model have any?")
-    return inside.means()
+    return inside.compute_means()
 
 
 def list_keys(model: nn.Module) -> dict[int, str]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mergekit_lab.batches import Batch, count_samples
-from mergekit_lab.curvature.fisher import evaluating
+from mergekit_lab.curvature.fisher import switch_to_evaluation
 from mergekit_lab.curvature.likelihood import compute_logits, log_likelihood
 from mergekit_lab.errors import InputError
 from mergekit_lab.ranges import require_whole
@@ -51,7 +51,7 @@ class Hessian:
         self._samples = sum(count_samples(batch) for batch in batches)
         self.size = sum(p.numel() for p in self._parameters)
 
-    def vector(self, seed: int = 0) -> Tensor:
+    def draw_vector(self, seed: int = 0) -> Tensor:
         """A standard normal vector `[P]`, as the parameters are; the same numbers on any device."""
         first = self._parameters[0]
         drawn = torch.randn(self.size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -62,7 +62,10 @@ class Hessian:
         parts = vector.split([p.numel() for p in self._parameters])
         shaped = [v.view_as(p) for v, p in zip(parts, self._parameters, strict=True)]
         total = torch.zeros_like(vector)
-        with evaluating(self._model), sdpa_kernel(SDPBackend.MATH):  # fused kernels have one derivative
+        with (
+            switch_to_evaluation(self._model),
+            sdpa_kernel(SDPBackend.MATH),
+        ):  # fused kernels have one derivative
             for batch in self._batches:
                 with torch.enable_grad():
                     loss = -log_likelihood(*compute_logits(self._model, batch, self._causal)) / self._samples
@@ -124,7 +127,7 @@ def top_eigenvalues(
             for direction in basis:
                 image = image - (image @ direction) * direction  # a product may hand back its own input
         norm = float(image.norm())
-        values, vectors = _tridiagonal(diagonal, beside)
+        values, vectors = _solve_tridiagonal(diagonal, beside)
         residuals = (norm * vectors[-1].abs())[:count]
         scale = float(values.abs().max())
         spent = norm <= torch.finfo(start.dtype).eps * max(scale, 1e-30) * len(start) ** 0.5
@@ -138,7 +141,7 @@ def top_eigenvalues(
     return Eigenvalues(kept, [float(r) for r in residuals], ritz, len(diagonal), bool(spent or enough))
 
 
-def _tridiagonal(diagonal: Sequence[float], beside: Sequence[float]) -> tuple[Tensor, Tensor]:
+def _solve_tridiagonal(diagonal: Sequence[float], beside: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Eigenvalues in descending order and eigenvectors in columns, of Lanczos' matrix."""
     matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
     if beside:

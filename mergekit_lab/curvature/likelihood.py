@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mergekit_lab.batches import IGNORED, Batch, labels_of
+from mergekit_lab.batches import IGNORED, Batch, find_labels
 from mergekit_lab.errors import InputError
 
 
@@ -28,7 +28,7 @@ def compute_logits(model: nn.Module, batch: Batch, causal: bool) -> tuple[Tensor
     Raises:
         InputError: shapes that do not go together.
     """
-    labels = labels_of(batch)
+    labels = find_labels(batch)
     if isinstance(batch, Mapping):
         out = model(**{k: v for k, v in batch.items() if not (causal and k == "labels")})
     else:
@@ -55,7 +55,7 @@ def log_likelihood(logits: Tensor, labels: Tensor) -> Tensor:
 def draw_labels(logits: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
     """Labels drawn from the model where there are some; ignored tokens stay ignored.
 
-    Draws are for answers alone, one after another, so that padding and the size of a batch do not matter.
+    Only answers are drawn, one after another, so padding and batch size do not matter.
     """
     answers = labels != IGNORED
     chances = logits[answers].float().softmax(dim=-1).cpu()
@@ -68,10 +68,10 @@ def draw_labels(logits: Tensor, labels: Tensor, generator: torch.Generator) -> T
 def with_labels(batch: Batch, labels: Tensor, causal: bool) -> Batch:
     """The batch with other labels, given as `scores` returned them."""
     if causal:
-        labels = torch.cat([labels_of(batch)[:, :1], labels], dim=1)
+        labels = torch.cat([find_labels(batch)[:, :1], labels], dim=1)
     return {**batch, "labels": labels} if isinstance(batch, Mapping) else (batch[0], labels)
 
 
 def sum_dtype(tensor: Tensor) -> torch.dtype:
-    """What sums over a parameter's gradients are kept in: float64 where it is, else float32."""
+    """The dtype for sums over a parameter's gradients: float64 if the parameter is, else float32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mergekit_lab.batches import Batch, count_samples, cut_batch
-from mergekit_lab.curvature.fisher import evaluating
+from mergekit_lab.curvature.fisher import switch_to_evaluation
 from mergekit_lab.curvature.likelihood import compute_logits, log_likelihood, sum_dtype
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.ranges import require_whole
@@ -36,7 +36,7 @@ def first_moment(
 
     Returns:
         u, not its square, of every parameter that requires gradients: by name, of its shape, without Adam's
-        bias correction, float32 or float64. Zero where no gradient comes.
+        bias correction, float32 or float64. Zero without a gradient.
 
     Raises:
         InputError: a beta or chunk out of range, or no batch.
@@ -47,7 +47,7 @@ def first_moment(
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     moments = {n: torch.zeros_like(p, dtype=sum_dtype(p)) for n, p in trained.items()}
     seen = 0
-    with evaluating(model), torch.enable_grad():
+    with switch_to_evaluation(model), torch.enable_grad():
         for batch in batches:
             seen += count_samples(batch)
             for moment in moments.values():

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mergekit_lab.curvature.attention import ATTENTION, attention
-from mergekit_lab.curvature.rules import BROADCASTING, RULES, local_rule
+from mergekit_lab.curvature.attention import ATTENTION, run_attention
+from mergekit_lab.curvature.rules import BROADCASTING, RULES, make_local_rule
 from mergekit_lab.curvature.tape import Tape, find_tensors
 from mergekit_lab.curvature.uses import Ready
 
@@ -60,15 +60,15 @@ class Recorder(TorchFunctionMode):
         if func is ATTENTION:
             try:
                 with self:
-                    return attention(*args, **kwargs)
+                    return run_attention(*args, **kwargs)
             except NotImplementedError:
                 self.tape.require(False, *sources)
         if func in BROADCASTING:
-            args = [self._per_sample(a, args) for a in args]
+            args = [self._split_by_sample(a, args) for a in args]
             if not any(self.tape.is_source(t) for t in args):
                 with self:
                     return func(*args, **kwargs)
-        out = RULES.get(func, local_rule(func))(self.tape, *args, **kwargs)
+        out = RULES.get(func, make_local_rule(func))(self.tape, *args, **kwargs)
         self.tape.mark(out)
         return out
 
@@ -79,7 +79,7 @@ class Recorder(TorchFunctionMode):
         with self:
             return target.copy_(func(target.clone(), *args[1:], **kwargs))
 
-    def _per_sample(self, value: Any, args: Sequence[Any]) -> Any:
+    def _split_by_sample(self, value: Any, args: Sequence[Any]) -> Any:
         """What was computed from parameters for every sample (the segments of BERT) becomes an activation."""
         if not self.tape.is_source(value) or self.tape.is_parameter(value) or self.tape.samples == 1:
             return value

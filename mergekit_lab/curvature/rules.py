@@ -1,6 +1,6 @@
 """What the tape does at each function: the result, and how to get each sample's gradient from what enters it.
 
-A rule takes the tape and the function's own arguments. Functions without one get `local_rule`.
+A rule takes the tape and the function's own arguments. Functions without one get `make_local_rule`.
 """
 
 from __future__ import annotations
@@ -13,38 +13,40 @@ from torch import Tensor
 from torch.nn import functional
 
 from mergekit_lab.curvature.tape import Tape, find_tensors
-from mergekit_lab.curvature.uses import Convolution, Local, Lookup, Product, Ready, Use
+from mergekit_lab.curvature.uses import Convolution, Local, Lookup, MatrixProduct, Ready, Use
 
 BROADCASTING = {Tensor.__add__, Tensor.add, torch.add, Tensor.__mul__, Tensor.mul, torch.mul}
 
 
 def _linear(tape: Tape, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     tape.require(tape.has_rows(input) and not tape.is_batched(weight), input, weight, bias)
-    return _product(tape, functional.linear(input, tape.detach(weight), tape.detach(bias)), input, weight, bias)
+    return _record_product(
+        tape, functional.linear(input, tape.detach(weight), tape.detach(bias)), input, weight, bias
+    )
 
 
 def _matmul(tape: Tape, input: Tensor, other: Tensor) -> Tensor:
     if not (tape.is_source(other) and other.dim() == 2 and tape.has_rows(input)):
-        return local_rule(torch.matmul)(tape, input, other)
-    return _product(tape, torch.matmul(input, other.detach()), input, other, None, flipped=True)
+        return make_local_rule(torch.matmul)(tape, input, other)
+    return _record_product(tape, torch.matmul(input, other.detach()), input, other, None, flipped=True)
 
 
 def _addmm(tape: Tape, input: Tensor, mat1: Tensor, mat2: Tensor, **scales: float) -> Tensor:
     if scales:
-        return local_rule(torch.addmm)(tape, input, mat1, mat2, **scales)
+        return make_local_rule(torch.addmm)(tape, input, mat1, mat2, **scales)
     known = tape.has_rows(mat1) and not tape.is_batched(mat2) and input.dim() == 1
     tape.require(known, input, mat1, mat2)
     out = torch.addmm(tape.detach(input), mat1, tape.detach(mat2))
-    return _product(tape, out, mat1, mat2, input, flipped=True)
+    return _record_product(tape, out, mat1, mat2, input, flipped=True)
 
 
-def _product(
+def _record_product(
     tape: Tape, out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, flipped: bool = False
 ) -> Tensor:
     a = input.detach()
     out = tape.watch(
         out,
-        (weight, lambda g: Product(tape.rows(a), tape.rows(g), flipped)),
+        (weight, lambda g: MatrixProduct(tape.rows(a), tape.rows(g), flipped)),
         (bias, lambda g: Ready(tape.rows(g).sum(dim=1))),
     )
     if not tape.is_aligned(input):
@@ -80,7 +82,7 @@ def _conv2d(
     groups: int = 1,
 ) -> Tensor:
     if groups != 1 or isinstance(padding, str) or not tape.is_aligned(input):
-        return local_rule(functional.conv2d)(tape, input, weight, bias, stride, padding, dilation, groups)
+        return make_local_rule(functional.conv2d)(tape, input, weight, bias, stride, padding, dilation, groups)
     options: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation}
     out = functional.conv2d(input, tape.detach(weight), tape.detach(bias), **options)
     x = input.detach()
@@ -105,8 +107,8 @@ def _layer_norm(
     x = input.detach()
     return tape.watch(
         out,
-        (weight, lambda g: Ready(_trailing(g * functional.layer_norm(x, shape, None, None, eps), shape))),
-        (bias, lambda g: Ready(_trailing(g, shape))),
+        (weight, lambda g: Ready(_sum_positions(g * functional.layer_norm(x, shape, None, None, eps), shape))),
+        (bias, lambda g: Ready(_sum_positions(g, shape))),
     )
 
 
@@ -122,11 +124,11 @@ def _rms_norm(
     out = functional.rms_norm(input, shape, tape.detach(weight), eps)
     x = input.detach()
     return tape.watch(
-        out, (weight, lambda g: Ready(_trailing(g * functional.rms_norm(x, shape, None, eps), shape)))
+        out, (weight, lambda g: Ready(_sum_positions(g * functional.rms_norm(x, shape, None, eps), shape)))
     )
 
 
-def local_rule(func: Any) -> Callable[..., Tensor]:
+def make_local_rule(func: Any) -> Callable[..., Tensor]:
     """The rule for every function without one: its own derivative, sample by sample, in one batched call."""
 
     def rule(tape: Tape, *args: Any, **kwargs: Any) -> Tensor:
@@ -187,7 +189,7 @@ RULES: dict[Any, Callable[..., Tensor]] = {
 }
 
 
-def _trailing(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+def _sum_positions(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """`[N, …, *shape]` summed over the positions: `[N, *shape]`."""
     return tensor.reshape(tensor.shape[0], -1, *shape).sum(dim=1)
 

@@ -1,4 +1,4 @@
-"""What is known of a forward pass for per-sample gradients: where samples are, and who waits for a gradient.
+"""Records a forward pass for per-sample gradients: where samples are, and which parameters need gradients.
 
 Tensors that depend on the samples are marked. What is computed from parameters alone (a slice, a transpose,
 T5's position bias) is a source like a parameter. A hook on the result of each call that takes a source hands
@@ -59,7 +59,7 @@ class Tape:
             tensor._per_sample = True  # type: ignore[attr-defined]
 
     def is_source(self, value: Any) -> bool:
-        """Whether this is a parameter, or computed from parameters alone."""
+        """Whether this is a parameter, or computed only from parameters."""
         return id(value) in self._sources
 
     def is_parameter(self, value: Any) -> bool:
@@ -71,7 +71,7 @@ class Tape:
         return tuple(dict.fromkeys(name for names in known for name in names))
 
     def add_source(self, tensor: Tensor, names: tuple[str, ...]) -> None:
-        """A tensor that was computed from these parameters alone."""
+        """Register a tensor that was computed only from these parameters."""
         self._sources[id(tensor)] = (tensor, names)
 
     def is_batched(self, value: Any) -> bool:
@@ -116,7 +116,7 @@ class Tape:
                 use = make(g)
                 for name in names:
                     p = self._parameters[name]
-                    self._arrive(name, use if source is p else Derived(use, source, p))
+                    self._add_use(name, use if source is p else Derived(use, source, p))
             mine.clear()  # lets go of the activations, which the graph would keep
 
         self._handles.append(out.register_hook(receive))
@@ -128,7 +128,7 @@ class Tape:
         self.mark(out)
         return out
 
-    def _arrive(self, name: str, use: Use) -> None:
+    def _add_use(self, name: str, use: Use) -> None:
         self._arrived[name].append(use)
         if len(self._arrived[name]) == self._expected[name]:
             self._settle(name)
@@ -152,7 +152,7 @@ class Tape:
                 for gradient in gradients:
                     total.addcmul_(gradient, gradient)
 
-    def unused(self) -> list[str]:
+    def list_unused(self) -> list[str]:
         """Parameters that no function took."""
         return [name for name, uses in self._expected.items() if not uses]
 

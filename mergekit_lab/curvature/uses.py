@@ -41,7 +41,7 @@ class Ready(Use):
 
 
 @dataclass
-class Product(Use):
+class MatrixProduct(Use):
     """`y = a Wᵀ`: the gradient is `Σ_l g_l a_lᵀ`, one product a sample.
 
     Args:
@@ -54,18 +54,18 @@ class Product(Use):
     g: Tensor
     flipped: bool = False
 
-    def _sides(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _fold_sides(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         a, g = self.a[start:stop].to(dtype), self.g[start:stop].to(dtype)
         return (a, g) if self.flipped else (g, a)
 
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        rows, columns = self._sides(start, stop, dtype)
+        rows, columns = self._fold_sides(start, stop, dtype)
         return torch.bmm(rows.mT, columns)
 
     def add_squares(self, total: Tensor) -> bool:
         if self.a.shape[1] != 1:
             return False
-        rows, columns = self._sides(0, len(self.a), total.dtype)
+        rows, columns = self._fold_sides(0, len(self.a), total.dtype)
         total.addmm_(rows[:, 0].square().T, columns[:, 0].square())  # the square of a rank-one matrix is one
         return True
 
@@ -87,10 +87,12 @@ class Convolution(Use):
     options: dict[str, Any]
 
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        found = torch.bmm(self.g[start:stop].to(dtype).flatten(2), self._patches(self.x[start:stop].to(dtype)))
-        return found.view(-1, *self.shape)
+        gradients = torch.bmm(
+            self.g[start:stop].to(dtype).flatten(2), self._cut_patches(self.x[start:stop].to(dtype))
+        )
+        return gradients.view(-1, *self.shape)
 
-    def _patches(self, x: Tensor) -> Tensor:
+    def _cut_patches(self, x: Tensor) -> Tensor:
         """`[n, L, C·h·w]`; tiles are cut by a view, as `unfold` goes sample by sample."""
         h, w = self.shape[2:]
         tiles = self.options == {"stride": (h, w), "padding": (0, 0), "dilation": (1, 1)}
@@ -116,15 +118,15 @@ class Lookup(Use):
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         count, width = stop - start, self.g.shape[-1]
         out = self.g.new_zeros(count * self.rows, width, dtype=dtype)
-        out.index_add_(0, self._places(start, stop), self.g[start:stop].to(dtype).flatten(0, 1))
+        out.index_add_(0, self._find_positions(start, stop), self.g[start:stop].to(dtype).flatten(0, 1))
         return out.view(count, self.rows, width)
 
-    def _places(self, start: int, stop: int) -> Tensor:
+    def _find_positions(self, start: int, stop: int) -> Tensor:
         offset = torch.arange(stop - start, device=self.index.device)[:, None] * self.rows
         return (self.index[start:stop] + offset).flatten()
 
     def add_squares(self, total: Tensor) -> bool:
-        rows, inverse = self._places(0, len(self.index)).unique(return_inverse=True)
+        rows, inverse = self._find_positions(0, len(self.index)).unique(return_inverse=True)
         sums = total.new_zeros(len(rows), self.g.shape[-1])
         sums.index_add_(0, inverse, self.g.to(total.dtype).flatten(0, 1))
         total.index_add_(0, rows % self.rows, sums.square_())
@@ -154,8 +156,8 @@ class Local(Use):
             return gradient
 
         with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no rule for vmap
-            found: Tensor = vmap(one)(self.g[start:stop], *(t[start:stop] for t in self.batched))
-        return found.to(dtype)
+            gradients: Tensor = vmap(one)(self.g[start:stop], *(t[start:stop] for t in self.batched))
+        return gradients.to(dtype)
 
 
 @dataclass
@@ -175,13 +177,13 @@ class Derived(Use):
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         arrived = self.use.gradients(start, stop, self.computed.dtype)
         if arrived.dim() == self.computed.dim():
-            return torch.stack([self._of_one(n, g) for n, g in enumerate(arrived, start)]).to(dtype)
+            return torch.stack([self._differentiate_one(n, g) for n, g in enumerate(arrived, start)]).to(dtype)
         (gradients,) = torch.autograd.grad(
             self.computed, self.parameter, arrived, retain_graph=True, is_grads_batched=True
         )
         return gradients.to(dtype)
 
-    def _of_one(self, sample: int, g: Tensor) -> Tensor:
+    def _differentiate_one(self, sample: int, g: Tensor) -> Tensor:
         """Where the computed tensor holds a part for each sample: from its own part alone."""
         arrived = torch.zeros_like(self.computed)
         arrived[sample] = g

@@ -49,19 +49,20 @@ def load_harness_task(task: HarnessTask) -> None:
     """
     manager = task.find_manager()
     try:
-        with _quiet():
+        with _silence():
             manager.load([task.name])
     except Exception as error:  # of data sets, hubs and task files, whatever they raise
         raise InputError(
-            f"lm-evaluation-harness cannot load {task.name!r} ({type(error).__name__}: {_first_line(error)}): "
-            "its data comes from the hub or its cache, or from where the task's file says"
+            f"lm-evaluation-harness cannot load {task.name!r} ({type(error).__name__}: "
+            f"{_take_first_line(error)}): its data comes from the hub or its cache, or from where "
+            "the task's file says"
         ) from None
 
 
 def score_with_harness(
     model: nn.Module, tokenizer: Any, task: HarnessTask, *, precision: str = "float32", progress: bool = False
 ) -> HarnessScores:
-    """Evaluate a model of transformers, where it is, as `lm_eval --model hf` would from its folder.
+    """Evaluate a model of transformers in memory, as `lm_eval --model hf` evaluates its folder.
 
     Args:
         model: causal or encoder-decoder, in evaluation mode.
@@ -86,20 +87,20 @@ def score_with_harness(
         return run_harness(model, tokenizer, task, size, precision, progress)
 
     if isinstance(size, int):
-        found, _ = fit_memory(
+        results, _ = fit_memory(
             evaluate, size, what=f"evaluating {task.name}", setting="suite.batch_size",
             way_out="take a smaller model, or set device=cpu",
         )  # fmt: skip
     else:
-        found = evaluate(size)
-    return read_results(task, found)
+        results = evaluate(size)
+    return read_results(task, results)
 
 
 def run_harness(
     model: nn.Module, tokenizer: Any, task: HarnessTask, size: int | str, precision: str, progress: bool
 ) -> Any:
     """What the harness itself returns; `size` is its batch size, a number or "auto"."""
-    with _quiet(progress):
+    with _silence(progress):
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
 
@@ -122,14 +123,14 @@ def run_harness(
         )
 
 
-def read_results(task: HarnessTask, found: Any) -> HarnessScores:
+def read_results(task: HarnessTask, results: Any) -> HarnessScores:
     """The scores in what the harness returned."""
-    larger_is_better = found["higher_is_better"].get(task.name) or {}
-    logged = found["samples"].get(task.name) or ()
+    larger_is_better = results["higher_is_better"].get(task.name) or {}
+    logged = results["samples"].get(task.name) or ()
     metrics: dict[str, float] = {}
     samples: dict[str, list[float]] = {}
     left_out = []
-    for key, value in found["results"][task.name].items():
+    for key, value in results["results"][task.name].items():
         name, comma, kept_by = key.partition(",")
         if not comma or name.endswith("_stderr") or not isinstance(value, int | float):
             continue
@@ -146,15 +147,15 @@ def read_results(task: HarnessTask, found: Any) -> HarnessScores:
                 samples[label] = list(map(float, each))
     if not metrics:
         raise InputError(
-            f"{task.name}: records hold what is at most 1 and better when larger, and lm-evaluation-harness "
-            f"measures {listing(left_out)} here"
+            f"{task.name}: records hold metrics that are at most 1 and better when larger, but "
+            f"lm-evaluation-harness measures {listing(left_out)} here"
         )
-    counts = found["n-samples"]
+    counts = results["n-samples"]
     return HarnessScores(metrics, samples, sum(counts[name]["effective"] for name in counts))
 
 
 @contextmanager
-def _quiet(progress: bool = False) -> Iterator[None]:
+def _silence(progress: bool = False) -> Iterator[None]:
     """Without what the harness prints; with its bars, which go to the standard error, where they are wanted."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     with redirect_stdout(StringIO()), warnings.catch_warnings():
@@ -163,5 +164,5 @@ def _quiet(progress: bool = False) -> Iterator[None]:
             yield
 
 
-def _first_line(error: Exception) -> str:
+def _take_first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), "")[:200]

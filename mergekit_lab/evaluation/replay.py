@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from mergekit_lab.cuda_graphs import DEVICES, Card
+from mergekit_lab.cuda_graphs import DEVICES, GraphStream
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +39,11 @@ class _Recording:
 class Recordings:
     """The recorded forward passes of one model, which live as long as it does.
 
-    They read the weights where these were. Weights that were moved since make all of them void.
+    They read weights at the addresses they had. Weights that were moved since make all of them void.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._card = Card(device)
+        self._graph_stream = GraphStream(device)
         self._by_shape: dict[Hashable, _Recording] = {}
         self._seen: Counter[Hashable] = Counter()
         self._weights: tuple[int, ...] = ()
@@ -60,7 +60,7 @@ class Recordings:
         """What the model makes of its arguments."""
         how = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), model.training
         key = (how, *((name, t.shape, t.dtype) for name, t in given.items()))
-        with self._card.stream():
+        with self._graph_stream.stream():
             recording = self._by_shape.get(key)
             if recording is None and self._seen[key] and self._may_record:
                 recording = self._record(model, given, key)
@@ -75,7 +75,7 @@ class Recordings:
     def _record(self, model: nn.Module, given: Arguments, key: Hashable) -> _Recording | None:
         inputs = {name: tensor.clone() for name, tensor in given.items()}
         try:
-            graph, output = self._card.record(lambda: _call(model, inputs))
+            graph, output = self._graph_stream.record(lambda: _call(model, inputs))
         except Exception as error:
             self._may_record = False
             log.info("evaluation runs as written (%s)", (str(error) or type(error).__name__).splitlines()[0])
@@ -104,7 +104,7 @@ class Replayed(nn.Module):
 
 
 def replay_forward(model: nn.Module) -> nn.Module:
-    """`model` with its forward passes replayed, where that pays and can be; else `model` itself.
+    """`model` with replayed forward passes, if that is possible and saves time; else `model` itself.
 
     Args:
         model: in evaluation mode, on one device.

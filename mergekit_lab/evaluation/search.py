@@ -32,10 +32,10 @@ class Candidate:
 
     Attributes:
         coefficient: `α`.
-        values: by task, at most 1; of a pruned candidate, of the tasks that were looked at.
-        normalized: the criterion; of a pruned candidate, more than it could have reached.
-        pruned: it could not become the best any more.
-        share: the part of the validation samples that was looked at.
+        values: by task, at most 1; of a pruned candidate only of the tasks that were scored.
+        normalized: the criterion; of a pruned candidate an upper bound.
+        pruned: whether it was dropped because it could not become the best.
+        share: the part of the validation samples that was read.
         fields: the method's other fields, where these are searched too.
     """
 
@@ -81,10 +81,10 @@ def search_grid(
     """The curve over a grid.
 
     Args:
-        coefficients: in the order that they are tried.
+        coefficients: candidates, in the order of trial.
         experts: the experts' values by task.
         at: makes the model at a coefficient, and returns its scores.
-        prune: drop a candidate once full marks on all remaining tasks would not make it the best.
+        prune: drop a candidate that could not become the best with perfect scores on its remaining tasks.
         patience: stop after so many candidates in a row that are worse than the best; None goes through all.
         reached: the criterion to beat, from another search.
     """
@@ -92,7 +92,7 @@ def search_grid(
     curve: list[Candidate] = []
     best, worse = reached, 0
     for coefficient in coefficients:
-        candidate = _candidate(coefficient, experts, at(coefficient), best if prune else -math.inf)
+        candidate = _make_candidate(coefficient, experts, at(coefficient), best if prune else -math.inf)
         curve.append(candidate)
         worse = 0 if candidate.normalized >= best and not candidate.pruned else worse + 1
         best = best if candidate.pruned else max(best, candidate.normalized)
@@ -101,7 +101,7 @@ def search_grid(
     return curve
 
 
-def _candidate(
+def _make_candidate(
     coefficient: float, experts: Mapping[str, float], score: Score, best: float, share: float = 1.0
 ) -> Candidate:
     values: dict[str, float] = {}
@@ -150,7 +150,7 @@ def search_halving(
     normalize(dict.fromkeys(experts, 0.0), experts)
     left, curve = list(coefficients), []
     for share in shares:
-        rung = [_candidate(c, experts, at(c), -math.inf, share) for c in left]
+        rung = [_make_candidate(c, experts, at(c), -math.inf, share) for c in left]
         curve += rung
         if share < 1:
             ranked = sorted(rung, key=lambda c: (-c.normalized, abs(c.coefficient)))
@@ -165,7 +165,7 @@ def search_halving(
         for coefficient in (best.coefficient - step, best.coefficient + step):
             if not ordered[0] <= coefficient <= ordered[-1] or coefficient in known:
                 continue
-            curve.append(_candidate(coefficient, experts, at(coefficient), goal))
+            curve.append(_make_candidate(coefficient, experts, at(coefficient), goal))
     return curve
 
 
@@ -224,7 +224,7 @@ def search_cma_es(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = optuna.samplers.CmaEsSampler(seed=seed, popsize=population)
     study = optuna.create_study(direction="maximize", sampler=sampler)
-    space = {str(place): optuna.distributions.FloatDistribution(low, high) for place in range(size)}
+    space = {str(position): optuna.distributions.FloatDistribution(low, high) for position in range(size)}
     study.enqueue_trial(dict.fromkeys(space, (low + high) / 2))
     curve: list[Candidate] = []
     for _ in turns:

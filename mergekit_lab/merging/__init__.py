@@ -39,7 +39,10 @@ from mergekit_lab.merging.regmean import RegMean
 from mergekit_lab.merging.regmean_plusplus import RegMeanPlusPlus
 from mergekit_lab.merging.sce import SCE
 from mergekit_lab.merging.slerp import SLERP
+from mergekit_lab.merging.sparsified import SparsifiedMethod, WrappingMethod
+from mergekit_lab.merging.spectral import AtomMethod, LayerWeightsMethod, SpectralMethod
 from mergekit_lab.merging.stream import merge_state_dicts, merge_tensors
+from mergekit_lab.merging.subspace import SubspaceMethod
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
 from mergekit_lab.merging.ties import TIES
 from mergekit_lab.merging.tsvc import TSVC
@@ -62,6 +65,7 @@ __all__ = [
     "WUDI",
     "AdaMerging",
     "ArceeFusion",
+    "AtomMethod",
     "Breadcrumbs",
     "ConsensusTA",
     "CoreSpace",
@@ -71,6 +75,7 @@ __all__ = [
     "IsoCTS",
     "Karcher",
     "KnOTS",
+    "LayerWeightsMethod",
     "Learning",
     "LiNeS",
     "Localization",
@@ -85,9 +90,13 @@ __all__ = [
     "RegMeanPlusPlus",
     "ScaledMethod",
     "Site",
+    "SparsifiedMethod",
+    "SpectralMethod",
     "Stream",
+    "SubspaceMethod",
     "TaskArithmetic",
     "WeightAverage",
+    "WrappingMethod",
     "learn_coefficients",
     "learn_masks",
     "merge_factors",

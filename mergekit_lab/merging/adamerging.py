@@ -2,10 +2,10 @@
 
 Yang et al. 2024, "AdaMerging: adaptive model merging for multi-task learning", section 3.2; reference:
 EnnengYang/AdaMerging. The coefficients minimize the entropy of the merged model's predictions, summed over
-tasks, by Adam (lr 1e-3) from 0.3, and are clamped to [0, 1] where they are used. "Layer-wise" in paper and
-code means a coefficient for each tensor; "task-wise" one for the whole task vector.
+tasks, by Adam (lr 1e-3) from 0.3, and are clamped to [0, 1] where they are used. "Layer-wise" in paper and code
+means a coefficient per tensor, "task-wise" one per task vector.
 
-The two halves stand apart here: `learn_coefficients` needs a model and inputs, the method `AdaMerging` holds
+The two halves are separate here: `learn_coefficients` needs a model and inputs, the method `AdaMerging` holds
 what was learned and merges like any other. AdaMerging++ learns on task vectors trimmed by TIES: pass experts
 made of those.
 """

@@ -1,4 +1,4 @@
-"""A merge as one LoRA adapter: what is added to the base, in factors of low rank.
+"""Store a merge as one LoRA adapter: the change of the base, in low-rank factors.
 
 Where experts are adapters and the merge is a weighted sum, the factors are theirs side by side, which is exact;
 a merge in their joint subspace has factors, too. Else every matrix's merged change is cut to its largest
@@ -18,14 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mergekit_lab.checkpoints import Checkpoint, LowRankChange, adapter_of, conv1d_weights, stands_before_layers
+from mergekit_lab.checkpoints import (
+    Checkpoint,
+    LowRankChange,
+    find_adapter,
+    find_conv1d_weights,
+    stands_before_layers,
+)
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.merging.average import WeightAverage
 from mergekit_lab.merging.contract import Method
 from mergekit_lab.merging.factorizations import svd
 from mergekit_lab.merging.inputs import open_inputs, select_tensors
 from mergekit_lab.merging.stream import merge_coordinates, merge_tensors
-from mergekit_lab.merging.subspace import SubspaceMethod, plain_adapters
+from mergekit_lab.merging.subspace import SubspaceMethod, find_plain_adapters
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
 from mergekit_lab.ranges import require
 
@@ -67,7 +73,7 @@ class AdapterMerge:
         require(self.rank is None or self.rank >= 1, "rank", self.rank, "at least 1, or null")
         require(self.energy is None or 0 < self.energy <= 1, "energy", self.energy, "in (0, 1], or null")
         if self.rank is None and self.energy is None and not self.is_sum and not self.is_joint:
-            adapters = all(adapter_of(expert) for expert in self.experts.values())
+            adapters = all(find_adapter(expert) for expert in self.experts.values())
             why = f"{type(self.method).__name__} is no weighted sum" if adapters else "an expert is no adapter"
             raise InputError(f"format=adapter needs rank=… or energy=… here: {why}, so changes have full rank")
 
@@ -75,23 +81,23 @@ class AdapterMerge:
     def is_sum(self) -> bool:
         """Whether the factors of the experts, side by side, are those of the merge."""
         plain = type(self.method) in (TaskArithmetic, WeightAverage)
-        return plain and bool(plain_adapters(self.experts))
+        return plain and bool(find_plain_adapters(self.experts))
 
     @property
     def is_joint(self) -> bool:
         """Whether the merge is made of factors in a subspace of all experts', and so has factors itself."""
-        return isinstance(self.method, SubspaceMethod) and bool(plain_adapters(self.experts))
+        return isinstance(self.method, SubspaceMethod) and bool(find_plain_adapters(self.experts))
 
     @property
     def error(self) -> float:
-        """`‖what is lost‖ / ‖what is added‖` over the whole model."""
+        """Relative error of the change over the whole model: ‖lost part‖ / ‖change‖."""
         return math.sqrt(self._lost / self._whole) if self._whole else 0.0
 
     def changes(
         self, *, include: Sequence[str] | None = None, exclude: Sequence[str] = (), **options: Any
     ) -> Iterator[tuple[str, LowRankChange]]:
         """The factors of each weight that changes, in float64, as they are made; see `merge_tensors`."""
-        oriented = conv1d_weights(self.base)
+        oriented = find_conv1d_weights(self.base)
         if self.is_sum or self.is_joint:
             join = self._join if self.is_sum else self._lift
             for name, factors in join(include, exclude, options):
@@ -115,7 +121,7 @@ class AdapterMerge:
             yield name, self._keep(name, change.mT if name in oriented else change)
 
     def describe(self) -> list[str]:
-        """What a card says of it."""
+        """A description for model cards."""
         ranks = sorted(set(self.ranks.values()))
         how = "exact" if self.exact else "cut to the largest directions of each weight"
         span = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
@@ -136,7 +142,7 @@ class AdapterMerge:
             total = math.fsum(weights) if isinstance(self.method, WeightAverage) else 1.0
             parts = []
             for weight, expert in zip(weights, self.experts.values(), strict=True):
-                folded = adapter_of(expert)
+                folded = find_adapter(expert)
                 factors = folded.read_factors(name) if folded else None
                 if factors is not None:
                     own = weight / total * self.method.scale

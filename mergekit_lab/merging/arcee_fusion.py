@@ -1,4 +1,4 @@
-"""Arcee Fusion: take from the second expert the entries that stand out.
+"""Arcee Fusion: take the second expert's most important entries, and the first's for the rest.
 
 Arcee 2025, "Meet mergekit v0.1"; arcee-ai/mergekit's `arcee_fusion`. An entry's importance is `|θ_2 − θ_1|`
 times the divergence `KL(softmax θ_2 ‖ softmax θ_1)` of its row. Entries above the outlier bound of the tensor,

@@ -1,4 +1,4 @@
-"""CAT Merging: take out of every task vector what changes other tasks' layers, and add up what is left.
+"""CAT Merging: remove from every task vector what changes other tasks' layers, and add up the rest.
 
 Sun et al. 2025, "CAT Merging: a training-free approach for resolving conflicts in model merging", section 4.
 With the inputs `X_k` of a layer at expert `k`, the directions of its outputs in which the others' task vectors
@@ -32,7 +32,7 @@ class CAT(ScaledMethod):
     scales and biases; the sum for other tensors.
 
     Args:
-        rank: `c`, directions or entries that are taken out for every expert, at least 1.
+        rank: `c`, number of directions or entries removed for every expert, at least 1.
         penalty: the paper's `λ` ≥ 0, the weight of what a task vector does to its own expert.
         coefficient: `α`.
         weights: `λ_i` scales `δ_i` first; 1 by default.
@@ -81,7 +81,7 @@ class CAT(ScaledMethod):
         bases = [self._find_conflicts(k, deltas, grams) for k in range(len(deltas))]
         for i, delta in enumerate(deltas):
             kept = delta.to(torch.float64, copy=True)
-            for k in _others(i, deltas):
+            for k in _list_others(i, deltas):
                 kept.addmm_(bases[k], bases[k].mT @ kept, alpha=-1)
             total += kept
             del kept
@@ -90,14 +90,14 @@ class CAT(ScaledMethod):
     def _find_conflicts(self, k: int, deltas: Tensor, grams: Tensor) -> Tensor:
         """`B_k` `[out, c]`, in the span of the others' outputs, which may be fewer than all."""
         outputs, inputs = deltas.shape[1:]
-        others = [deltas[i] for i in _others(k, deltas)]
+        others = [deltas[i] for i in _list_others(k, deltas)]
         span: Tensor | None = None
         if outputs > inputs * len(others) > 0:
             span, triangle = torch.linalg.qr(torch.cat(others, dim=1).double())
             others = list(triangle.split(inputs, dim=1))
             outputs = len(triangle)
         conflict = torch.zeros(outputs, outputs, dtype=torch.float64, device=deltas.device)
-        for i, delta in zip(_others(k, deltas), others, strict=True):
+        for i, delta in zip(_list_others(k, deltas), others, strict=True):
             gram = grams[k].double() - self.penalty * grams[i].double()
             wide = delta.double()
             conflict.addmm_(wide @ gram, wide.mT)
@@ -112,13 +112,13 @@ class CAT(ScaledMethod):
         kept = torch.ones_like(deltas)
         for k in range(len(deltas)):
             conflict = torch.zeros_like(deltas[k])
-            for i in _others(k, deltas):
+            for i in _list_others(k, deltas):
                 conflict += (squares[k] - penalty * squares[i]) * deltas[i].square()
-            values, places = conflict.topk(min(self.rank, len(conflict)))
-            for i in _others(k, deltas):
-                kept[i, places[values > 0]] = 0
+            values, entries = conflict.topk(min(self.rank, len(conflict)))
+            for i in _list_others(k, deltas):
+                kept[i, entries[values > 0]] = 0
         return (deltas * kept).sum(dim=0)
 
 
-def _others(k: int, deltas: Tensor) -> Iterator[int]:
+def _list_others(k: int, deltas: Tensor) -> Iterator[int]:
     return (i for i in range(len(deltas)) if i != k)

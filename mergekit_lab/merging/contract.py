@@ -38,7 +38,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Site:
-    """Which part of the model a call of `merge` gets, and what belongs to it.
+    """The part of the model that a call of `merge` gets, with everything that belongs to it.
 
     Attributes:
         experts: the experts' names, in the order of dimension 0 of the task vectors.
@@ -49,7 +49,7 @@ class Site:
         survey: what the method's own `survey` returned.
         tensor: what the method's own `survey_tensor` returned for this tensor.
         note: keeps a diagnostic of this tensor, `note("eta", 0.1)`.
-        unit: whether every weight is 1, known without asking the device.
+        unit: whether every weight is 1, known without waiting for the device.
         transposed: whether the tensor is a weight stored as [in, out], as in GPT-2's Conv1D.
     """
 
@@ -69,13 +69,15 @@ class Site:
         return self.segments[0].start
 
     def weigh(self, deltas: Tensor) -> Tensor:
-        """`λ_t δ_t`, shaped like `deltas` `[T, …]`; the input itself where every weight is 1."""
+        """Multiply by the weights: `λ_t δ_t`, shaped like `deltas` `[T, …]`. If every weight is 1, returns the
+        input.
+        """
         if self.unit:
             return deltas
         return deltas * self.weights.view(-1, *[1] * (deltas.dim() - 1))
 
     def orient(self, weights: Tensor) -> Tensor:
-        """`[…, out, in]` from weights as they are stored, and the other way round: a view."""
+        """View stored weights as `[…, out, in]`, and back."""
         return weights.mT if self.transposed else weights
 
 
@@ -116,8 +118,9 @@ class Stream(Protocol):
         """The same stream with every block of task vectors changed."""
 
     def select(self, keep: Callable[[str, Sequence[int]], bool]) -> Stream:
-        """The same stream of those tensors alone of which `keep` takes the name and the shape; of a stack of a
-        mixture's experts those of its first matrix."""
+        """This stream, restricted to tensors whose name and shape `keep` accepts; of a stack of a mixture's
+        experts those of its first matrix.
+        """
 
     def divide(self) -> Sequence[Stream]:
         """This stream cut into some for `run_at_once`, by tensors: one for each device that takes part, a few
@@ -173,27 +176,27 @@ class Method:
 
     side_inputs: ClassVar[tuple[str, ...]] = ()
     elementwise: ClassVar[bool] = False
-    """Whether `merge` takes flat blocks: an entry of the result depends on that entry of the inputs, and on the
-    site, alone."""
+    """Whether `merge` takes flat blocks: an entry of the result depends only on that entry of the inputs and on
+    the site."""
     pools: ClassVar[bool] = False
-    """Whether a block may hold entries of several tensors (`site.segments`): `name` and `site.tensor` do not
-    matter then."""
+    """Whether a block may hold entries of several tensors (`site.segments`). `name` and `site.tensor` are then
+    meaningless."""
     propagates: ClassVar[bool] = False
-    """Whether NaN and infinite entries of any task vector are so in the result too: it alone is looked at then,
-    of an elementwise method."""
+    """For elementwise methods: whether NaN or infinity in any task vector always shows in the result. The
+    driver then checks only the result."""
     by_matrix: ClassVar[bool] = False
     """Whether `merge` takes the matrices of a mixture's experts one by one where a tensor stacks them (see
     `stacks`); of a method that is not elementwise."""
     by_task: ClassVar[bool] = False
-    """Whether it makes a model for every task, as `merge_factors` stores them; `merge` gives one for all."""
+    """Whether it makes a model per task, as `merge_factors` stores them. `merge` returns one for all tasks."""
     default_weight: ClassVar[float] = 1.0
     """`λ_t` where `weights` is None."""
 
     def __new__(cls, *arguments: Any, **settings: Any) -> Self:
-        """Look at numbers before they are computed with.
+        """Check numbers before they are used.
 
         Raises:
-            InputError: what should be a number is none, or a whole number no float of torch's takes.
+            InputError: a setting that should be a number is none, or too large for torch's floats.
         """
         for name, kinds in _list_numbers(cls).items():  # type: ignore[arg-type]
             if name in settings:
@@ -202,7 +205,7 @@ class Method:
 
     @property
     def scale(self) -> float:
-        """`α`: the driver multiplies what `merge` returns by it."""
+        """`α`: the driver multiplies the result of `merge` by it."""
         return 1.0
 
     def at(self, coefficient: float) -> Self:
@@ -247,7 +250,9 @@ class Method:
         return numbers
 
     def check(self, experts: Sequence[str]) -> None:
-        """Refuse, before any work, weights that do not fit these experts, and settings that are not finite."""
+        """Raise `InputError` before any work if weights do not fit these experts, or settings are not finite.
+        Extend it by `super()`.
+        """
         self.weigh_experts(experts)
         number = isinstance(self.scale, Real) and not isinstance(self.scale, bool)
         require(number, "coefficient", self.scale, "a number")
@@ -257,7 +262,8 @@ class Method:
             require(finite, setting.name, value, "finite in float32")
 
     def check_tensors(self, names: Sequence[str]) -> None:
-        """Refuse, before any work, a model whose merged tensors have these names.
+        """Raise `InputError` before any work for a model that the method cannot merge, by its merged tensors'
+        names.
 
         Raises:
             InputError: a pattern of `weights` matches none of them; methods add their own reasons.
@@ -278,25 +284,26 @@ class Method:
         return any(isinstance(value, Mapping) for value in self._list_weights())
 
     def name_side(self, kind: str, name: str) -> str | None:
-        """The name under which a side input of this kind has the tensor `name`; None if it has nothing for it.
+        """A tensor's name in side inputs of this kind, or None if they lack it.
 
-        Under the tensor's own name it must be there and shaped like the tensor; under another, where the side
-        checkpoint lacks it, `site.side` has no entry.
+        Under the tensor's own name, a side input must have it, in the tensor's shape. Under another name it may
+        be missing: `site.side` then has no entry.
         """
         return name
 
     def survey(self, stream: Stream) -> Any:
-        """An optional first pass over the model; the result reaches `merge` as `site.survey`."""
+        """Make an optional first pass over the model. `merge` gets the result as `site.survey`."""
         return None
 
     def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> Any:
-        """An optional first pass over one tensor of an elementwise method; reaches `merge` as `site.tensor`.
+        """Make an optional first pass over one tensor, for elementwise methods. `merge` gets the result as
+        `site.tensor`.
 
         Args:
             name: the tensor's name.
-            entries: how many it has.
-            blocks: starts a pass over its `θ0` `[n]`, task vectors `[T, n]` and sites, in order; each is valid
-                until the next one is asked for.
+            entries: its number of entries.
+            blocks: starts a pass over its `θ0` `[n]`, task vectors `[T, n]` and sites, in order. Each is valid
+                until the next one is taken.
         """
         return None
 
@@ -306,7 +313,7 @@ class Method:
         Args:
             name: the tensor's name.
             base: `θ0`, shape `[*S]`, or a flat block `[n]` of it for elementwise methods.
-            deltas: `δ`, shape `[T, *S]` or `[T, n]`; float32, or float64 where the model is.
+            deltas: `δ`, shape `[T, *S]` or `[T, n]`; float32, or float64 if the model is.
             site: the rest.
 
         Returns:

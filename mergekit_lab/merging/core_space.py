@@ -20,7 +20,7 @@ from torch import Tensor
 from mergekit_lab.checkpoints import LowRankChange
 from mergekit_lab.merging.contract import Method
 from mergekit_lab.merging.factorizations import solve_triplets
-from mergekit_lab.merging.subspace import Basis, Changes, LeftDirections, SubspaceMethod
+from mergekit_lab.merging.subspace import Changes, LeftDirections, MatrixBasis, SubspaceMethod
 from mergekit_lab.merging.tsvm import TSVM
 from mergekit_lab.ranges import require
 
@@ -49,14 +49,14 @@ class CoreSpace(SubspaceMethod):
         super().__post_init__()
         require(self.rank is None or self.rank >= 1, "rank", self.rank, "at least 1, or None")
 
-    def find_basis(self, changes: Changes) -> Basis:
+    def find_basis(self, changes: Changes) -> MatrixBasis:
         left, right = LeftDirections(), LeftDirections()
         for change in changes():
             factors = change if isinstance(change, LowRankChange) else self._factorize(change)
             left.add(factors.b)
             right.add(factors.a.mT)
             del change, factors  # they are as large as the matrix
-        return Basis(left.find()[0], right.find()[0])
+        return MatrixBasis(left.find()[0], right.find()[0])
 
     def _factorize(self, change: Tensor) -> LowRankChange:
         rank = min(*change.shape, self.rank or max(change.shape))

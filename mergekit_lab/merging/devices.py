@@ -1,4 +1,4 @@
-"""Where the arithmetic of a merge happens."""
+"""Devices for the arithmetic of a merge."""
 
 from __future__ import annotations
 

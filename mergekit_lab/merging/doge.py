@@ -1,4 +1,4 @@
-"""DOGE-TA: task arithmetic whose task vectors move, together, to where the merged one is near to each.
+"""DOGE-TA: task arithmetic whose task vectors are moved together, so that the merged one is near each.
 
 Wei et al. 2025, "Modeling multi-task model merging as adaptive projective gradient descent", section 3, for
 task arithmetic. Per matrix, expert t counts `c_t = size/‖δ_t‖`. A change `Δ` of all task vectors starts at 0
@@ -112,7 +112,7 @@ def _find_directions(matrices: Tensor, count: int) -> Tensor:
 
 @torch.no_grad()
 def narrow_gaps(deltas: Tensor, shares: Tensor, basis: Tensor, steps: int, lr: float) -> Tensor:
-    """`Δ` after `steps` Adam steps from 0, for a batch of matrices.
+    """Compute `Δ` by `steps` Adam steps from 0, for a batch of matrices.
 
     With `c = Σ c_t` and `g_t = ⟨δ_t, δ_t − Σ_s c_s δ_s⟩`, a number a row, the gradient is
     `−2c Σ_t (g_t − c⟨δ_t, Δ⟩) δ_t`, less what of it lies in the columns of `basis`.

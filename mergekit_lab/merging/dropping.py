@@ -44,9 +44,9 @@ def hash_key(*parts: object) -> int:
 class Counters:
     """Entries that draw random numbers: a key, and flat indices from `start` on, of `count` entries.
 
-    32 bits each: entries 2k and 2k + 1 have the lower and the upper half of the output k of SplitMix64
-    (Steele, Lea & Flood 2014) from the key, in wrapping 64-bit arithmetic: the same bits on every device, in
-    any order and any sharding. Several of them stand end to end in a pooled block.
+    32 bits each: entries 2k and 2k + 1 have the lower and the upper half of the output k of SplitMix64 (Steele,
+    Lea & Flood 2014) from the key, in wrapping 64-bit arithmetic: the same bits on every device, in any order
+    and any sharding. A pooled block has several of them, end to end.
     """
 
     key: int
@@ -55,7 +55,7 @@ class Counters:
 
 
 def make_counters(seed: int, expert: str, segments: Sequence[Segment]) -> list[Counters]:
-    """The draws of one expert for a block, from the names and ranges alone."""
+    """The draws of one expert for a block, only from names and ranges."""
     return [Counters(hash_key(seed, expert, s.name), s.start, s.stop - s.start) for s in segments]
 
 
@@ -96,7 +96,7 @@ def draw_mask(draws: Sequence[Sequence[Counters]], out: Tensor, drop: float) -> 
 
 
 def apply_mask(values: Tensor, keep: Tensor, out: Tensor) -> Tensor:
-    """`values` where the booleans `keep` are true, else 0 times them, in `out`, which may be `values`.
+    """Write `values · keep` into `out`, which may be `values`; `keep` is boolean.
 
     A CPU does it with NumPy, which makes numbers of a few booleans at a time, where torch makes them of all.
     """

@@ -38,7 +38,7 @@ def solve_triplets(matrices: Tensor, rank: int, overwrite: bool = False) -> tupl
         return u, s, v
     if matrices.shape[1] > _TALL * matrices.shape[2]:
         return solve_tall_triplets(matrices, rank)
-    u, s, v = (torch.cat(x) for x in zip(*(_solve_batch(x, rank) for x in _chunk(matrices)), strict=True))
+    u, s, v = (torch.cat(x) for x in zip(*(_solve_batch(x, rank) for x in _split_batch(matrices)), strict=True))
     return u, s, v
 
 
@@ -96,7 +96,7 @@ _UPRIGHT = 1.5
 """Rows a column from which a matrix is reduced to its triangle first."""
 
 
-def _chunk(matrices: Tensor) -> tuple[Tensor, ...]:
+def _split_batch(matrices: Tensor) -> tuple[Tensor, ...]:
     """A batch in parts of about equal size that `gesvda` takes."""
     batch = len(matrices)
     return matrices.tensor_split(min(batch, -(-batch * matrices.shape[2] // _GESVDA_COLUMNS)))
@@ -151,7 +151,7 @@ def solve_precise_triplets(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor,
     small = matrices
     if matrices.shape[1] > _TALL * matrices.shape[2]:
         small = torch.stack([torch.linalg.qr(x, mode="r").R for x in matrices])
-    parts = [_refine_directions(part, rank) for part in _chunk(small)]
+    parts = [_refine_directions(part, rank) for part in _split_batch(small)]
     v = torch.cat(parts)
     u = matrices @ v
     s = u.norm(dim=1)
@@ -172,7 +172,7 @@ def _refine_directions(matrices: Tensor, rank: int) -> Tensor:
 
 
 def refine_eigenvectors(matrices: Tensor, start: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Eigenvectors of symmetric matrices from approximate ones, by products alone.
+    """Refine approximate eigenvectors of symmetric matrices, only by matrix products.
 
     Ogita & Aishima 2018, "Iterative refinement for symmetric eigenvalue decomposition", Algorithm 1: errors
     are squared in every step. Pairs too close to be told apart are only made orthonormal.
@@ -247,7 +247,7 @@ _EXACT = (1.875, -1.25, 0.375)
 
 
 def orthogonalize_by_iteration(matrices: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
-    """Polar factors by matrix products alone, and where they may be trusted.
+    """Polar factors only by matrix products, and whether they can be trusted.
 
     A steep polynomial lifts the singular values to order 1, as often as the smallest one needs; Newton–Schulz
     then takes them to 1 in full precision.

@@ -14,7 +14,7 @@ from mergekit_lab.merging.inputs import Inputs
 
 
 class Flat:
-    """Base and experts, of which flat ranges are read.
+    """Read flat ranges of base and experts.
 
     Args:
         inputs: where they are read.
@@ -29,8 +29,9 @@ class Flat:
         self._memory: dict[str, Tensor] = {}
 
     def allocate(self, use: str, rows: int, size: int, compute: torch.dtype, device: torch.device) -> Tensor:
-        """`[rows, size]`; on a CPU the same memory for every block, because new pages cost more than what is
-        done with them."""
+        """`[rows, size]`; on a CPU the same memory for every block, because new pages cost more than the
+        arithmetic.
+        """
         if device.type != "cpu":
             return torch.empty((rows, size), dtype=compute, device=device)
         if use not in self._memory or self._memory[use].numel() < rows * size:

@@ -85,3 +85,9 @@ def draw(out: Tensor, keys: Tensor, start: int, bound: int, factors: tuple[int, 
             out.view(torch.uint8) if keep else out, out.stride(0), keys, keys.stride(0), start, bound, entries,
             GAMMA=gamma, MIX_1=mix_1, MIX_2=mix_2, KEEP=keep, BLOCK=_BLOCK,
         )  # fmt: skip
+
+
+def probe() -> None:
+    """Count a number's digits; raise where kernels cannot be built."""
+    counts = torch.zeros(1, 1, 2, dtype=torch.int64, device="cuda")
+    count_digits(torch.ones(1, 1, device="cuda"), counts[0, 0, :1], counts, 0, 1)

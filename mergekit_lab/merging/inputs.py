@@ -1,4 +1,4 @@
-"""Open and check what is to be merged: everything that can be wrong is said here, before any arithmetic."""
+"""Open and check the inputs of a merge. Everything that can be wrong is found here, before any arithmetic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mergekit_lab.checkpoints import (
     Checkpoint,
     TensorSpec,
     align,
-    conv1d_weights,
+    find_conv1d_weights,
     open_checkpoint,
     refuse_quantized,
 )
@@ -115,7 +115,7 @@ def open_inputs(
     require_choice("buffers", buffers, ("merge", "base"))
     if buffers == "base":
         merged = tuple(name for name in merged if not name.endswith(RUNNING_STATISTICS))
-    matters = concerning(origin.specs, tied, merged, include, exclude)
+    matters = make_filter(origin.specs, tied, merged, include, exclude)
     _check_alike(matters(origin.specs), opened.values(), "expert", matters, base=origin)
     _check_buffers(matters(origin.specs), origin, opened.values())
     _check_tied({n: k for n, k in tied.items() if k in merged}, opened.values())
@@ -129,7 +129,7 @@ def open_inputs(
         name_side=method.name_side,
         tied=tied,
         merged=merged,
-        transposed=conv1d_weights(origin),
+        transposed=find_conv1d_weights(origin),
         stacks={name: stack for name, stack in find_stacks(_list_shapes(origin)).items() if name in merged},
         compute=torch.float64 if double else torch.float32,
     )
@@ -200,15 +200,16 @@ def select_tensors(
 Specs = Mapping[str, TensorSpec]
 
 
-def concerning(
+def make_filter(
     base: Specs,
     tied: Mapping[str, str],
     merged: Iterable[str],
     include: str | Sequence[str] | None,
     exclude: str | Sequence[str],
 ) -> Callable[[Specs], dict[str, TensorSpec]]:
-    """Keeps of a checkpoint's tensors those about which base and experts must agree: what is merged, and
-    whatever else no pattern leaves out. What is not merged need not be there."""
+    """Select the tensors on which base and experts must agree: those that are merged, and whatever else no
+    pattern leaves out. Tensors that are not merged may be missing.
+    """
     chosen = set(merged)
 
     def matters(name: str) -> bool:

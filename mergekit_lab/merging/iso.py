@@ -102,8 +102,8 @@ def _solve_own_triplets(deltas: Tensor, sites: Sequence[Site], u: Tensor, rank: 
     basis = _complete_basis(u) if u.shape[2] and m <= n else None
     apart = map(partial(_remove_common, u=u, basis=basis, dtype=deltas.dtype), _weigh_each(deltas, sites))
     if deltas.is_cuda:  # where many matrices are factorized together
-        found = solve_triplets(torch.stack(list(apart), dim=1).flatten(0, 1), rank)
-        own_u, own_s, own_v = (x.unflatten(0, (batch, experts)) for x in found)
+        triplets = solve_triplets(torch.stack(list(apart), dim=1).flatten(0, 1), rank)
+        own_u, own_s, own_v = (x.unflatten(0, (batch, experts)) for x in triplets)
     else:
         each = zip(*(solve_triplets(matrices, rank, overwrite=True) for matrices in apart), strict=True)
         own_u, own_s, own_v = (torch.stack(x, dim=1) for x in each)

@@ -1,19 +1,16 @@
-"""Inner loops for which neither a CPU nor a GPU does well with torch's operations alone.
+"""Inner loops that are slow with only torch's operations, on a CPU or a GPU.
 
 Legend: `T` experts, `n` a flat block's length.
 """
 
 from __future__ import annotations
 
-import logging
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+from mergekit_lab.triton_kernels import load_kernels
 
 BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 """The integers that have a number's bits."""
@@ -73,15 +70,6 @@ GPU's threads would wait for each other at their counters."""
 _COPIES = 64
 
 
-@cache
-def load_gpu_kernels() -> ModuleType | None:
-    """The module of Triton kernels, tried on a few numbers; None where they cannot run."""
-    try:
-        from mergekit_lab.merging import gpu_kernels as kernels
-
-        counts = torch.zeros(1, 1, 2, dtype=torch.int64, device="cuda")
-        kernels.count_digits(torch.ones(1, 1, device="cuda"), counts[0, 0, :1], counts, 0, 1)
-    except Exception as error:  # Triton is not there, or has no compiler, or does not know this GPU
-        logger.warning("without Triton, which trims and drops faster: %s: %s", type(error).__name__, error)
-        return None
-    return kernels
+def load_gpu_kernels() -> Any:
+    """`gpu_kernels`; None if they cannot run."""
+    return load_kernels(f"{__package__}.gpu_kernels", "torch trims and drops entries")

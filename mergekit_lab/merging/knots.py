@@ -19,7 +19,7 @@ import torch
 
 from mergekit_lab.checkpoints import LowRankChange
 from mergekit_lab.merging.contract import Method
-from mergekit_lab.merging.subspace import Basis, Changes, LeftDirections, SubspaceMethod
+from mergekit_lab.merging.subspace import Changes, LeftDirections, MatrixBasis, SubspaceMethod
 from mergekit_lab.merging.ties import TIES
 from mergekit_lab.ranges import require, require_choice
 
@@ -48,7 +48,7 @@ class KnOTS(SubspaceMethod):
         require_choice("preset", self.preset, ("paper", "authors"))
         require(self.tolerance >= 0, "tolerance", self.tolerance, "at least 0")
 
-    def find_basis(self, changes: Changes) -> Basis:
+    def find_basis(self, changes: Changes) -> MatrixBasis:
         columns = LeftDirections()
         for change in changes():
             if isinstance(change, LowRankChange):  # its inputs become as many as its rank
@@ -58,4 +58,4 @@ class KnOTS(SubspaceMethod):
             del change  # it is as large as the matrix
         left, sizes = columns.find()
         kept = sizes > self.tolerance
-        return Basis(left[:, kept], scales=sizes[kept] if self.preset == "paper" else None)
+        return MatrixBasis(left[:, kept], scales=sizes[kept] if self.preset == "paper" else None)

@@ -24,7 +24,7 @@ from mergekit_lab.merging.task_arithmetic import TaskArithmetic
 from mergekit_lab.ranges import require
 
 
-class _Survey(NamedTuple):
+class _LayerSurvey(NamedTuple):
     inner: Any
     first: float
     layers: Mapping[str, int]
@@ -63,21 +63,21 @@ class LiNeS(SparsifiedMethod):
     def sparsify(self, name: str, deltas: Tensor, site: Site) -> Tensor:
         return deltas
 
-    def survey(self, stream: Stream) -> _Survey:
+    def survey(self, stream: Stream) -> _LayerSurvey:
         inner = super().survey(stream)
         layers: dict[str, int] = {}
         for name in stream.names:
-            if place := split_layer(name):
-                layers[place.stack] = max(layers.get(place.stack, 0), place.layer + 1)
+            if parsed := split_layer(name):
+                layers[parsed.stack] = max(layers.get(parsed.stack, 0), parsed.layer + 1)
         first = self._balance(stream, inner) / len(stream.experts) if self.first is None else self.first
-        return _Survey(inner, first, layers)
+        return _LayerSurvey(inner, first, layers)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        survey: _Survey = site.survey
+        survey: _LayerSurvey = site.survey
         factor = survey.first
-        if place := split_layer(name):
-            last = survey.layers[place.stack] - 1
-            factor += self.slope * (place.layer / last if last else 1.0)
+        if parsed := split_layer(name):
+            last = survey.layers[parsed.stack] - 1
+            factor += self.slope * (parsed.layer / last if last else 1.0)
         elif not survey.layers:
             site.note("lines", "no layers in the names: scaled as the first layer")
         return super().merge(name, base, deltas, replace(site, survey=survey.inner)) * factor

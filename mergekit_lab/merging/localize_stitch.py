@@ -1,4 +1,4 @@
-"""Localize-and-Stitch: of every task vector the few entries that its task needs, averaged where they overlap.
+"""Localize-and-Stitch: keep the few entries of every task vector that its task needs, and average overlaps.
 
 He et al. 2024, "Localize-and-Stitch: efficient model merging via sparse task arithmetic", section 4; reference:
 uiuctml/Localize-and-Stitch (`localize_utils.py`). Localize: without data the entries of largest magnitude over

@@ -1,4 +1,4 @@
-"""A merge as what is added to the base, in factors: small, and every expert's share apart.
+"""Store a merge as the base's change in low-rank factors: small, and with every expert's share separate.
 
 Of a matrix the atoms `U [m, p]`, `V [n, p]` and their coordinates `d [p]` (`Δ = U diag(d) Vᵀ`, the experts'
 atoms side by side, equally many of each); of any other tensor every expert's task vector and what their sum is
@@ -33,9 +33,10 @@ from mergekit_lab.merging.devices import Devices
 from mergekit_lab.merging.dropping import pack_mask
 from mergekit_lab.merging.emr import EMR
 from mergekit_lab.merging.inputs import Source, Sources, open_inputs
+from mergekit_lab.merging.job_workers import run_jobs
 from mergekit_lab.merging.spectral import AtomMethod, cap_rank
 from mergekit_lab.merging.stacks import find_stacks
-from mergekit_lab.merging.stream import open_readers, read_stack, run_jobs, survey_model
+from mergekit_lab.merging.stream import open_readers, read_stack, survey_model
 
 
 def require_factors(method: Method, by_task: bool = False) -> AtomMethod | EMR:
@@ -67,7 +68,7 @@ def merge_factors(
     exclude: Sequence[str] = (),
     notes: Notes | None = None,
 ) -> tuple[dict[str, TensorSpec], Iterator[tuple[str, Tensor]]]:
-    """Merge, and return the factors of what is added to the base; see `merge_state_dicts` for the arguments.
+    """Merge, and return the base's change in factors. `merge_state_dicts` describes the arguments.
 
     Returns:
         What every factor will be, and the factors as they are made, on the CPU, in the precision of the merge.

@@ -3,7 +3,7 @@
 Du et al. 2024, "Parameter competition balancing for model merging", section 3; reference:
 duguodong7/pcb-merging (`pcb-merging.py`), whose arithmetic runs here. Magnitudes are clamped to their quantiles
 0.0001 and 0.9999 over the whole model; with `s` their place between the two, in [0, 1], an entry's balance is
-`exp(T·s²)·tanh(δ_t·Σδ)`. Of each expert the share `ratio` of largest balance stays and weighs by its height
+`exp(T·s²)·tanh(δ_t·Σδ)`. Of each expert the share `density` of largest balance stays and weighs by its height
 above the bound; the merged entry is the mean by these weights. All quantiles are exact, in passes over blocks.
 """
 
@@ -26,7 +26,7 @@ _NO_WEIGHT = 1e-12
 _MOST_EXPERTS = 88
 
 
-class _Survey(NamedTuple):
+class _Bounds(NamedTuple):
     """One number an expert, `[T, 1]`: bounds of magnitudes, and of balances."""
 
     low: Tensor
@@ -40,7 +40,7 @@ class PCB(ScaledMethod):
     """`θ0 + α Σ w_t λ_t δ_t / Σ w_t`, entry by entry, with weights `w` by balance over the whole model.
 
     Args:
-        ratio: share of an expert's entries that count, in (0, 1].
+        density: share of an expert's entries that count, in (0, 1].
         coefficient: `α`.
         weights: `λ_t` of the clamped task vectors, 1 by default; the authors search them by evolution.
 
@@ -48,15 +48,15 @@ class PCB(ScaledMethod):
         InputError: a value out of range; at the merge, more than 88 experts, of which `exp` overflows.
     """
 
-    ratio: float = 0.1
+    density: float = 0.1
 
     elementwise = True
     pools = True
 
     def __post_init__(self) -> None:
-        require(0 < self.ratio <= 1, "ratio", self.ratio, "in (0, 1]")
+        require(0 < self.density <= 1, "density", self.density, "in (0, 1]")
 
-    def survey(self, stream: Stream) -> _Survey | None:
+    def survey(self, stream: Stream) -> _Bounds | None:
         experts, entries = len(stream.experts), stream.entries
         if experts > _MOST_EXPERTS:
             raise InputError(f"PCB weighs by exp(number of experts), and {experts} are too many for it")
@@ -68,14 +68,14 @@ class PCB(ScaledMethod):
             return _balance(deltas, low, high)
 
         balances = stream.map(balance)
-        bound = _find_ranked(balances, int(entries * (1 - self.ratio)), entries)
+        bound = _find_ranked(balances, int(entries * (1 - self.density)), entries)
         most = torch.full_like(bound, -torch.inf)
         for block in read_task_vectors(balances):
             most = torch.maximum(most, block.amax(dim=1, keepdim=True).to(most))
-        return _Survey(low, high, bound, most)
+        return _Bounds(low, high, bound, most)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        survey: _Survey = site.survey
+        survey: _Bounds = site.survey
         low, high, bound, most = (x.to(deltas) for x in survey)
         height = (most - bound).where(most > bound, 1)
         weights = _balance(deltas, low, high).sub_(bound).clamp_(min=0).div_(height)
@@ -121,5 +121,5 @@ def _find_ranked(stream: Stream, rank: int, entries: int) -> Tensor:
 def _balance(deltas: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """`exp(T·s²)·tanh(δ_t·Σδ)`, shaped like `deltas` `[T, n]`."""
     low, high = low.to(deltas), high.to(deltas)
-    place = deltas.abs().clamp_(low, high).sub_(low).div_((high - low).where(high > low, 1))
-    return place.square_().mul_(len(deltas)).exp_().mul_((deltas * deltas.sum(dim=0)).tanh_())
+    share = deltas.abs().clamp_(low, high).sub_(low).div_((high - low).where(high > low, 1))
+    return share.square_().mul_(len(deltas)).exp_().mul_((deltas * deltas.sum(dim=0)).tanh_())

@@ -1,4 +1,4 @@
-"""RAM: what one expert alone changed stays as it is, what several changed is averaged.
+"""RAM: keep what only one expert changed, average what several changed.
 
 Yuan et al. 2026, "Behavior knowledge merge in reinforced agentic models": agents trained by reinforcement
 learning change few entries, and mostly different ones. An entry counts as changed where `|δ_t| > ε`. RAM+

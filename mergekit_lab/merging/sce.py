@@ -27,7 +27,7 @@ from mergekit_lab.ranges import require, require_choice
 _NOTHING = 1e-6
 
 
-class _Survey(NamedTuple):
+class _SCESurvey(NamedTuple):
     largest: Largest | None
     shares: Tensor
 
@@ -56,12 +56,12 @@ class SCE(ScaledMethod):
         require_choice("preset", self.preset, ("paper", "mergekit"))
         require(self.weights is None, "weights", self.weights, "None: they follow from the task vectors")
 
-    def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> _Survey:
+    def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> _SCESurvey:
         largest = None
         if self.density < 1:
 
             def vary() -> Iterator[Tensor]:
-                return (_vary(deltas) for _, deltas, _ in blocks())
+                return (_compute_variance(deltas) for _, deltas, _ in blocks())
 
             varying = sum(int(variance.count_nonzero()) for variance in vary())
             largest = select_largest([vary], int(varying * self.density), entries)
@@ -73,10 +73,10 @@ class SCE(ScaledMethod):
         means = squares / entries
         least = _NOTHING if self.preset == "mergekit" else torch.finfo(torch.float64).tiny
         even = means.sum() < least
-        return _Survey(largest, torch.where(even, 1 / len(means), means / torch.where(even, 1, means.sum())))
+        return _SCESurvey(largest, torch.where(even, 1 / len(means), means / torch.where(even, 1, means.sum())))
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        survey: _Survey = site.tensor
+        survey: _SCESurvey = site.tensor
         kept = self._select(deltas, survey.largest, site.offset)
         signs = elect(kept, "mass")
         signs.add_(1 - signs.abs())
@@ -89,10 +89,10 @@ class SCE(ScaledMethod):
     def _select(self, deltas: Tensor, largest: Largest | None, offset: int) -> Tensor:
         if largest is None:
             return deltas
-        return deltas * largest.trim(_vary(deltas), offset).sign_()
+        return deltas * largest.trim(_compute_variance(deltas), offset).sign_()
 
 
-def _vary(deltas: Tensor) -> Tensor:
+def _compute_variance(deltas: Tensor) -> Tensor:
     """The variance of each position over the experts, `[1, n]`; exactly 0 where they agree."""
     # torch's own over dim 0 takes a CPU thirty times as long
     apart = deltas - deltas[0]

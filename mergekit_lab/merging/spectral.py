@@ -32,18 +32,18 @@ class SpectralMethod(ScaledMethod):
 
     by_matrix = True
     rest: ClassVar[str] = "the mean"
-    """What becomes of other tensors."""
+    """What other tensors become, for messages."""
 
     def is_matrix(self, name: str, shape: Sequence[int]) -> bool:
         """Whether `merge_matrices` takes this tensor."""
         return len(shape) == 2 and _NO_MATRIX not in name
 
     def merge_matrices(self, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
-        """The merged task vectors of same-shaped matrices at `α = 1`.
+        """Merge same-shaped matrices at `α = 1`.
 
         Args:
             deltas: `δ`, `[B, T, m, n]`.
-            sites: one a matrix; they differ in side inputs and in where notes go, not in the layout.
+            sites: one per matrix. They differ in side inputs and notes, not in the layout.
 
         Returns:
             `[B, m, n]`.
@@ -51,7 +51,7 @@ class SpectralMethod(ScaledMethod):
         raise NotImplementedError
 
     def merge_other(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        """The merged task vector of a tensor that is no matrix."""
+        """Merge a tensor that is no matrix."""
         return site.weigh(deltas).mean(dim=0)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
@@ -159,7 +159,7 @@ class AtomMethod(SpectralMethod):
         raise NotImplementedError
 
     def find_divisor(self, site: Site) -> Tensor:
-        """What the sum of `λ_t δ_t` is divided by where a tensor is no matrix; 0-d."""
+        """The divisor of the sum of `λ_t δ_t` for tensors that are no matrices; 0-d."""
         return site.weights.new_tensor(len(site.experts))
 
     def merge_other(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
@@ -188,7 +188,7 @@ class Atoms:
         return (self.u.double() * coordinates.double()[:, None]) @ self.v.double().mT
 
     def to(self, dtype: torch.dtype) -> Atoms:
-        """Contiguous, as what is read from a file is: products round otherwise for another layout."""
+        """Contiguous, like tensors read from a file, because products round differently in other layouts."""
         return Atoms(*(x.to(dtype).contiguous() for x in (self.u, self.v, self.sigma)))
 
 

@@ -1,7 +1,7 @@
 """The base of the methods that move along great circles: every tensor is a vector, the result a sum of them.
 
-Where the vectors stand to each other says all: their products, one `T×T` matrix a tensor. So two passes over
-blocks are enough, and memory is that of entry-by-entry methods.
+Only their products are needed, one `T×T` matrix per tensor. So two passes over blocks are enough, and memory is
+that of entry-by-entry methods.
 
 Legend: `T` experts, `x_t` what is interpolated of a tensor: the experts `θ_t`, or their task vectors `δ_t`.
 """
@@ -61,7 +61,7 @@ class SphericalMethod(Method):
 
 
 def add_shares(shares: Sequence[float], base: Tensor, deltas: Tensor, task_vectors: bool) -> Tensor:
-    """`Σ c_t x_t` as what is added to the base."""
+    """`Σ c_t x_t` as a change of the base."""
     merged = torch.zeros_like(base)
     for share, delta in zip(shares, deltas, strict=True):
         merged.add_(delta, alpha=share)

@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mergekit_lab.checkpoints import Checkpoint, LowRankChange, TensorSpec, adapter_of
+from mergekit_lab.checkpoints import Checkpoint, LowRankChange, TensorSpec, find_adapter
 from mergekit_lab.checkpoints.adapters import Folded
 from mergekit_lab.checkpoints.checkpoint import Computed
 from mergekit_lab.errors import InputError
@@ -32,7 +32,7 @@ expert that adds nothing has factors of rank 0, or zeros."""
 
 
 @dataclass(frozen=True)
-class Basis:
+class MatrixBasis:
     """Directions of one matrix.
 
     Attributes:
@@ -86,7 +86,7 @@ class SubspaceMethod(WrappingMethod):
                 "inputs of entries: choose another inner method"
             )
 
-    def find_basis(self, changes: Changes) -> Basis:
+    def find_basis(self, changes: Changes) -> MatrixBasis:
         """The directions in which the experts' changes of one matrix are merged."""
         raise NotImplementedError
 
@@ -129,7 +129,7 @@ class Frame:
         self.device = device
         self._inputs, self._method = inputs, method
         self._last = threading.local()
-        self._adapters = plain_adapters(inputs.experts)
+        self._adapters = find_plain_adapters(inputs.experts)
         self.shapes: dict[str, tuple[int, int]] = {}
         merged: list[str] = []
         for name in inputs.merged:
@@ -149,12 +149,12 @@ class Frame:
             inputs, base=base, experts=experts, merged=tuple(merged), transposed=oriented, computed=True
         )
 
-    def find_basis(self, name: str) -> Basis:
+    def find_basis(self, name: str) -> MatrixBasis:
         if getattr(self._last, "name", None) != name:
             self._last.basis = None
             self._last.basis = self._method.find_basis(lambda: self._read_changes(name))
             self._last.name = name
-        basis: Basis = self._last.basis
+        basis: MatrixBasis = self._last.basis
         return basis
 
     def project(self, name: str, expert: str) -> Tensor:
@@ -209,12 +209,12 @@ class _Coordinates(Computed):
         return self._frame.project(name, self._expert)
 
 
-def plain_adapters(experts: Mapping[str, Checkpoint]) -> dict[str, Folded]:
+def find_plain_adapters(experts: Mapping[str, Checkpoint]) -> dict[str, Folded]:
     """The experts as adapters that only add `B·A` to weights of linear layers; nothing unless all are."""
-    found = {name: adapter_of(expert) for name, expert in experts.items()}
+    adapters = {name: find_adapter(expert) for name, expert in experts.items()}
     plain = {
         name: folded
-        for name, folded in found.items()
+        for name, folded in adapters.items()
         if folded is not None and folded.is_plain and set(folded) == set(experts[name])
     }
     return plain if len(plain) == len(experts) else {}

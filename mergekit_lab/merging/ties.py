@@ -108,7 +108,7 @@ def _read_blocks(stream: Stream) -> Iterator[tuple[Tensor, Site]]:
     return ((deltas, site) for _, deltas, site in stream.blocks())
 
 
-class _Survey:
+class _TIESSurvey:
     """The thresholds of all experts, and the majority sign, which takes a pass of its own when it is needed.
 
     Args:
@@ -194,7 +194,7 @@ class TIES(ScaledMethod):
         def find_majority(largest: Largest) -> float:
             return self._find_majority(largest, [partial(_read_blocks, share) for share in stream.divide()])
 
-        return _Survey(largest, find_majority)
+        return _TIESSurvey(largest, find_majority)
 
     def _find_majority(self, largest: Largest, shares: Sequence[_Blocks]) -> float:
         """The sign of the sum of all elected signs."""
@@ -215,12 +215,12 @@ class TIES(ScaledMethod):
         kept, by_majority = self.count_kept(entries), self.rule.even is None
         largest = select_largest([lambda: (d for _, d, _ in blocks())], kept, entries, with_ties=by_majority)
         if not by_majority:
-            return _Survey(largest, lambda _: 0.0)
+            return _TIESSurvey(largest, lambda _: 0.0)
         majority = self._find_majority(largest, [lambda: ((d, site) for _, d, site in blocks())])
-        return _Survey(largest, lambda _: majority)
+        return _TIESSurvey(largest, lambda _: majority)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        survey: _Survey = site.survey if self.rule.whole_model else site.tensor
+        survey: _TIESSurvey = site.survey if self.rule.whole_model else site.tensor
         trimmed = trim(deltas, survey.largest, site.offset)
         values = site.weigh(trimmed)
         votes = values if self.rule.weighed_votes else trimmed
@@ -235,7 +235,7 @@ class TIES(ScaledMethod):
             return torch.where(most >= -least, most, least)
         return disjoint_mean(values, agree, site.weights if self.rule.divisor == "weights" else None)
 
-    def _break_ties(self, signs: Tensor, votes: Tensor, survey: _Survey) -> Tensor:
+    def _break_ties(self, signs: Tensor, votes: Tensor, survey: _TIESSurvey) -> Tensor:
         """Give signs to entries whose votes are even, where an expert has one to be taken."""
         even = 1 - signs.abs()
         if self.rule.even is not None:

@@ -2,8 +2,8 @@
 
 Gargiulo et al. 2025, "Task singular vectors", section 3; reference: AntoAndGar/task_singular_vectors
 (`TSVC_utils.py`). Of each matrix an expert keeps the top `int(r/T)` triplets, so that all experts together have
-those of one matrix, about twice its room; what is no matrix stays whole. Each task has a model of its
-own: the base and its own share.
+those of one matrix, about twice its room; what is no matrix stays whole. Each task has its own model: the base
+plus its share.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class WUDI(LayerWeightsMethod):
 
 @torch.no_grad()
 def minimize_interference(deltas: Tensor, steps: int, lr: float) -> Tensor:
-    """`m` after `steps` Adam steps from `Σ δ_t`, for a batch of matrices.
+    """Compute `m` by `steps` Adam steps from `Σ δ_t`, for a batch of matrices.
 
     With `x = m − Σ δ_t`, which starts at 0, the gradient is `2 (x G + P)`, where `G = Σ δ_tᵀδ_t/‖δ_t‖²`
     `[B, n, n]` and `P = Σ_t (Σ_{s≠t} δ_s) δ_tᵀδ_t/‖δ_t‖²`. Nothing large cancels, so that it is 0 where experts

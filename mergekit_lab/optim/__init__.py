@@ -1,8 +1,8 @@
 """Optimizers for experts that will be merged: torch only, each usable in anybody's training loop.
 
-A method here says where the gradient is taken; a base optimizer (any `torch.optim.Optimizer`) says what is
-done with it. `wrapper.py` holds what they share, `ascent.py`, `offset.py` and `averaging.py` the kinds of
-step, one file each holds the rest; `docs/optimizers.md` shows how to add one.
+A method decides where the gradient is taken. A base optimizer (any `torch.optim.Optimizer`) decides what to do
+with it. `wrapper.py` has what methods share, and `ascent.py`, `offset.py` and `averaging.py` have the kinds of
+step. Every method has a file. `docs/optimizers.md` shows how to add one.
 """
 
 from mergekit_lab.optim.asam import ASAM

@@ -1,8 +1,8 @@
-"""ASAM: SAM with the ball measured in units of each weight's own size, so rescaling a layer changes nothing.
+"""ASAM: SAM whose ball is measured in units of each weight's size, so rescaling a layer changes nothing.
 
-Kwon, Kim, Park, Choi: ASAM: Adaptive Sharpness-Aware Minimization for Scale-Invariant Learning of Deep
-Neural Networks (ICML 2021), section 3, p = 2. Public code and papers disagree on T and on the norm; each
-reading has its name:
+Kwon, Kim, Park, Choi: ASAM: Adaptive Sharpness-Aware Minimization for Scale-Invariant Learning of Deep Neural
+Networks (ICML 2021), section 3, p = 2. Public code and papers disagree on T and on the norm. Each variant has a
+name:
 
 - `samsung`: SamsungLabs/ASAM, `ASAM`: T = |w| + η for parameters whose name contains "weight", 1 for the
   others.
@@ -10,9 +10,9 @@ reading has its name:
 - `printed`: Lee et al., Mitigating Parameter Interference in Model Merging via Sharpness-Aware Fine-Tuning
   (ICLR 2025), the formula where it introduces ASAM: ρ w² g / ‖g‖, the norm of the plain gradient.
 
-Where we differ: θ comes back from a copy, gradients are dropped between the two evaluations, norms of
-low-precision gradients are taken in float32, and float16 products too; `printed` has 1e-12 in the
-denominator so that g = 0 gives 0.
+Where we differ: θ is restored from a copy. Gradients are dropped between the two evaluations. Norms of
+low-precision gradients, and products in float16, are computed in float32. `printed` adds 1e-12 to the
+denominator, so that g = 0 gives 0.
 """
 
 from collections.abc import Sequence
@@ -41,18 +41,18 @@ def asam_perturbation(
 ) -> list[Tensor]:
     """e = ρ T² g / ‖T g‖, or ρ T² g / ‖g‖ for `printed`; zero gradients give e = 0.
 
-    Norms are over all tensors together. What T is stands at the head of this file.
+    Norms are over all tensors together. The head of this file defines T.
 
     Args:
-        params, grads: weights and gradients, pairwise of the same shape, 0-d included; left as they are.
-        rho: radius; dimensionless, as e is measured in units of T (not so in `printed`). One number, or one
-            for each parameter. A negative one goes down.
+        params, grads: weights and gradients, pairwise of the same shape, 0-d included. They are not changed.
+        rho: radius, in units of T (in `printed`, of weights). One number, or one per parameter. A negative
+            radius descends.
         scaling: `samsung`, `saft` or `printed`.
-        eta: η ≥ 0, in units of the weights, as `rho` one or many; only `samsung` uses it.
+        eta: η ≥ 0, in units of the weights. One number, or one per parameter; only `samsung` uses it.
         is_weight: for `samsung`, which of `params` have T = |w| + η.
 
     Returns:
-        One tensor per parameter, same shapes; float32 where gradients are float16.
+        One tensor per parameter, same shapes; float32 if gradients are float16.
     """
     grads = [g.float() if g.dtype is torch.float16 else g for g in grads]
     sizes = torch._foreach_abs(params)
@@ -69,7 +69,7 @@ def asam_perturbation(
 
 
 class ASAM(AscentOptimizer):
-    """Adaptive sharpness-aware minimization around any base optimizer. Two evaluations a step.
+    """Adaptive sharpness-aware minimization around any base optimizer. Two evaluations per step.
 
     Args:
         named_parameters, base: see `WrappedOptimizer`; `samsung` needs names.
@@ -80,13 +80,14 @@ class ASAM(AscentOptimizer):
         ascent_fraction, sync_ascent: see `AscentOptimizer`.
 
     Raises:
-        InputError: an unknown `scaling`, `samsung` without names, a hyper-parameter out of range, no closure,
-            a sparse gradient.
+        InputError: `scaling` is unknown; `samsung` without names; a hyper-parameter is out of range; `step` is
+            called without a closure; a gradient is sparse.
     """
 
-    saved_attributes: ClassVar[tuple[str, ...]] = ("rho", "scaling", "eta", "ascent_fraction", "sync_ascent")
-    group_settings: ClassVar[tuple[str, ...]] = ("rho", "eta")
+    saved_attributes: ClassVar[tuple[str, ...]] = ("scaling", "eta", "ascent_fraction", "sync_ascent")
+    group_settings: ClassVar[tuple[str, ...]] = ("eta",)
     takes_sharded = True
+    recordable = True
 
     def __init__(
         self,

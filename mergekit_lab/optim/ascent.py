@@ -1,4 +1,4 @@
-"""The two-evaluation step of the SAM family: the first gradient says where to go, the second what to do."""
+"""The step of the SAM family: the first gradient moves the weights, the second is for the base."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -9,30 +9,29 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.checks import require_flag, require_number
-from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, mix_gradients
 from mergekit_lab.optim.sharded import is_sharded
-from mergekit_lab.optim.wrapper import Closure, WrappedOptimizer, mix_gradients
+from mergekit_lab.optim.wrapper import Closure, WrappedOptimizer
 
 
 class AscentOptimizer(WrappedOptimizer):
-    """Two evaluations a step: the gradient at θ says where to go, the base steps with the gradient there.
+    """Two evaluations per step: the gradient at θ perturbs the weights, and the base uses the gradient there.
 
-    The base always steps from θ, which is put back from a copy. With ρ = 0 there is one evaluation and the
+    The base always steps from θ, which is restored from a copy. With ρ = 0 there is one evaluation, and the
     result is the base optimizer's, bit for bit. Extra memory: a copy of the parameters that have a gradient.
 
     Args:
         named_parameters, base: see `WrappedOptimizer`.
-        rho: radius of the perturbation, ≥ 0. A group of parameters may have its own. Where the base maximizes
-            the loss, the perturbation goes down.
-        ascent_fraction: in (0, 1], what `batch_fraction` says during the first of two evaluations. A closure
-            that reads it makes the ascent that much cheaper.
-        sync_ascent: whether processes share the gradient of the ascent. False (m-SAM) lets each go up its
-            own; the gradient the weights follow is shared either way. It needs `attach`.
+        rho: radius of the perturbation, ≥ 0. A group of parameters may have its own. If the base maximizes the
+            loss, the perturbation descends.
+        ascent_fraction: value of `batch_fraction` during the first of two evaluations, in (0, 1]. A closure
+            that reads it makes the ascent cheaper.
+        sync_ascent: whether processes share the gradient of the ascent. With False (m-SAM), each process
+            ascends its own, which needs `attach`. The gradient for the base is always shared.
     """
 
     saved_attributes: ClassVar[tuple[str, ...]] = ("rho",)
     group_settings: ClassVar[tuple[str, ...]] = ("rho",)
-    mixes_gradients: ClassVar[bool] = False
     evaluations_per_step = 2
 
     def __init__(
@@ -66,14 +65,14 @@ class AscentOptimizer(WrappedOptimizer):
 
     @property
     def perturbs(self) -> bool:
-        """Whether there is anywhere to go; if not, the step is the base optimizer's."""
+        """Whether the step perturbs the weights. If not, it is the base optimizer's."""
         return any(rho > 0 for rho in self.group_values("rho"))
 
     def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> Sequence[Tensor]:
-        """What to add to `params` for the second evaluation.
+        """The perturbation to add to `params` for the second evaluation.
 
         Args:
-            params, grads: the parameters that have a gradient, and their gradients at θ; left as they are.
+            params, grads: the parameters that have a gradient, and their gradients at θ. They are not changed.
 
         Returns:
             One tensor per parameter, same order and shapes.
@@ -81,16 +80,16 @@ class AscentOptimizer(WrappedOptimizer):
         raise NotImplementedError(f"{type(self).__name__} must define perturbation(params, grads)")
 
     def mix(self, params: list[Tensor], first: list[Tensor], second: list[Tensor]) -> Sequence[Tensor]:
-        """The gradient for the base, of a class that sets `mixes_gradients`.
+        """The gradient for the base. A class that overrides this keeps the first gradients in memory.
 
         Args:
             params: the parameters that have both gradients.
             first, second: their gradients at θ and at the perturbed point.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define mix(params, first, second)")
+        return second
 
     def update(self, closure: Closure | None) -> Any:
-        """Two evaluations and a step of the base; gradients from before it do not count."""
+        """Make two evaluations and a step of the base. Earlier gradients are not used."""
         if closure is None:
             name = type(self).__name__
             raise InputError(
@@ -103,29 +102,33 @@ class AscentOptimizer(WrappedOptimizer):
             loss = self.evaluate(closure)
         else:
             loss = self.evaluate(closure, fraction=self.ascent_fraction, sync=self.sync_ascent)
-            first: dict[Tensor, Tensor] = {}
             try:
-                if self._ascend(first):
+                first = self._ascend()
+                if first is not None:
                     self.evaluate(closure, 1)
             finally:
                 self.theta.restore()
-            mix_gradients(first, self.mix)
+            mix_gradients(first or {}, self.mix)
         self.base.step()
         return loss
 
-    def _ascend(self, keep: dict[Tensor, Tensor]) -> bool:
-        """Move to the perturbed point; False if no parameter has a gradient.
+    def _ascend(self) -> dict[Tensor, Tensor] | None:
+        """Move to the perturbed point, and return the first gradients if `mix` reads them.
 
-        Apart from `update` so that the first gradients, unless `keep` is to have them, and the perturbation
-        are freed before the second evaluation.
+        Apart from `update` so that the perturbation, and gradients that are not mixed, are freed before the
+        second evaluation.
+
+        Returns:
+            None if no parameter has a gradient.
         """
         params = [p for p in self.parameters if p.grad is not None]
         if not params:
-            return False
+            return None
         grads = [p.grad for p in params if p.grad is not None]
-        if self.mixes_gradients:
-            keep.update(zip(params, (g.clone() for g in grads), strict=True))  # DDP may reuse their memory
+        first: dict[Tensor, Tensor] = {}
+        if type(self).mix is not AscentOptimizer.mix:
+            first.update(zip(params, (g.clone() for g in grads), strict=True))  # DDP may reuse their memory
         shift = self.perturbation(params, grads)
         self.theta.save(params)
         torch._foreach_add_(params, list(shift))
-        return True
+        return first

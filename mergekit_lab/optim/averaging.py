@@ -1,6 +1,6 @@
-"""Training whose product is the average of the weights it passes through.
+"""Training that results in the average of its weights over steps.
 
-`Averaging` is put before the optimizer whose steps it averages: `class WASAM(Averaging, SAM)`.
+`Averaging` comes before the optimizer whose steps it averages: `class WASAM(Averaging, SAM)`.
 """
 
 from collections.abc import Hashable, Iterator
@@ -13,16 +13,17 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.checks import require_integer, require_number
-from mergekit_lab.optim.precision import at_least_float32
+from mergekit_lab.optim.precision import widen
+from mergekit_lab.optim.saved_weights import SavedWeights
 from mergekit_lab.optim.sharded import take_parts
-from mergekit_lab.optim.wrapper import Closure, SavedWeights, WrappedOptimizer
+from mergekit_lab.optim.wrapper import Closure, WrappedOptimizer
 
 
 def fold_in(average: list[Tensor], weights: list[Tensor], part: float | Tensor) -> None:
-    """Let new weights make `part` of the average, in place: a += part · (w − a).
+    """Add new weights to an average, in place: a += part · (w − a).
 
     Args:
-        part: 1 / (n + 1) after n weights; a number, or a tensor without dimensions on their device.
+        part: 1 / (n + 1) after n weights; a number, or a 0-d tensor on their device.
     """
     if not isinstance(part, Tensor):
         torch._foreach_lerp_(average, weights, part)
@@ -33,26 +34,25 @@ def fold_in(average: list[Tensor], weights: list[Tensor], part: float | Tensor) 
 
 
 class Averaging(WrappedOptimizer):
-    """Keeps the average of θ over steps; in eval mode the weights are that average.
+    """Keeps the average of θ over steps. In eval mode the weights are that average.
 
-    In eval mode, where the optimizer starts, `step(closure)` does everything: it puts θ back, steps, takes the
-    new θ into the average and leaves the weights at the average. So whatever evaluates or saves the model
-    between two steps gets the average. In train mode, between `train()` and `eval()`, the weights are θ and
-    gradients are the loop's: if one evaluation is a step, micro-batches accumulate as usual, with a closure for
-    the last or without. Until the average has begun the weights are θ in both modes.
+    The optimizer starts in eval mode. There `step(closure)` does everything: it restores θ, steps, adds the new
+    θ to the average, and sets the weights to the average. So code that evaluates or saves the model between two
+    steps gets the average. In train mode, between `train()` and `eval()`, the weights are θ, and the loop owns
+    the gradients. If a step takes one evaluation, micro-batches accumulate as usual, with or without a closure
+    for the last. Until averaging starts, the weights are θ in both modes.
 
-    A checkpoint holds what the model has and this optimizer's state dict, taken in the same mode. In eval mode
-    the state dict holds θ too, and loading it leaves θ ready for the next step; so a resumed run goes on bit
-    for bit from a checkpoint in either mode.
+    Save the model's and this optimizer's state dicts in the same mode. In eval mode the optimizer's includes θ,
+    from which the next step starts after loading. So a run resumes bit for bit in either mode.
 
-    Normalizations with running statistics have those of θ: renew them with
-    `torch.optim.swa_utils.update_bn` in eval mode, before the average is evaluated.
+    Running statistics of normalizations belong to θ. Renew them with `torch.optim.swa_utils.update_bn` in eval
+    mode, before evaluating the average.
 
-    Extra memory: the average in float32 at least, and a copy of θ while the weights are the average.
+    Extra memory: the average in float32 or wider, and a copy of θ while the weights are the average.
 
     Attributes:
         steps_done: base steps so far.
-        averaged_count: how many of them the average is of.
+        averaged_count: number of steps in the average.
         training: whether the optimizer is in train mode.
     """
 
@@ -70,7 +70,7 @@ class Averaging(WrappedOptimizer):
     takes_sharded = True
 
     def begin(self, steps: int, start: float, every: int) -> None:
-        """Set what a subclass's constructor was given, before it calls its optimizer's."""
+        """Store a subclass's arguments, before its constructor calls the optimizer's."""
         self.steps = steps
         self.start = start
         self.every = every
@@ -99,7 +99,7 @@ class Averaging(WrappedOptimizer):
 
     @torch.no_grad()
     def train(self) -> None:
-        """Put the weights to θ, unless they are there."""
+        """Set the weights to θ, unless they are θ."""
         self.training = True
         self._go_to_theta()
 
@@ -111,7 +111,7 @@ class Averaging(WrappedOptimizer):
 
     @torch.no_grad()
     def eval(self) -> None:
-        """Put the weights to the average, unless they are there or there is none yet."""
+        """Set the weights to the average, if it has started."""
         self.training = False
         if self.average and not self.aside:
             params = list(self.average)
@@ -121,7 +121,7 @@ class Averaging(WrappedOptimizer):
 
     @contextmanager
     def show_average(self) -> Iterator[None]:
-        """Within the block the weights are the average; after it, what they were."""
+        """Set the weights to the average within the block, and restore them after it."""
         was_training = self.training
         self.eval()
         try:
@@ -180,10 +180,8 @@ class Averaging(WrappedOptimizer):
         new = [p for p in params if p not in self.average]
         old = [p for p in params if p in self.average]
         if old:
-            weights = at_least_float32([p.detach() for p in old])
+            weights = widen([p.detach() for p in old])
             part = 1 / (self.averaged_count + 1) if self.replay is None else self.replay.factor
             fold_in([self.average[p] for p in old], weights, part)
-        self.average.update(
-            {p: w.clone() for p, w in zip(new, at_least_float32([p.detach() for p in new]), strict=True)}
-        )
+        self.average.update({p: w.clone() for p, w in zip(new, widen([p.detach() for p in new]), strict=True)})
         self.averaged_count += 1

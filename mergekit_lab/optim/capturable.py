@@ -1,10 +1,11 @@
-"""Torch optimizers whose step can be recorded in a CUDA graph: learning rate and step count on the device.
+"""Make torch optimizers recordable in a CUDA graph: learning rate and step count on the device.
 
-torch's optimizers take part in a recording where their groups say `capturable` (the Adam family and others) or
-where they have a fused kernel that reads the rate from the device (SGD, Adagrad).
+torch's optimizers can be recorded if their groups have `capturable` (the Adam family and others), or if a fused
+kernel reads the rate from the device (SGD, Adagrad).
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,16 +18,16 @@ HostSettings = list[dict[str, Any]]
 
 
 def can_keep_on_device(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether a step of `optimizer` can take all that it reads from `device`."""
+    """Whether a step of `optimizer` can read everything from `device`."""
     groups = optimizer.param_groups
     return all(_can_run(group) and all(p.device == device for p in group["params"]) for group in groups)
 
 
 def keep_on_device(optimizer: Optimizer, device: torch.device) -> HostSettings:
-    """Have `optimizer` read its learning rates and step counts from `device`, which it must be able to.
+    """Make `optimizer` read learning rates and step counts from `device`, if `can_keep_on_device`.
 
-    Where groups leave open which of torch's loops runs, the fused one does: it is the fastest that reads the
-    rate from the device. A scheduler of torch goes on setting the rates. Call it after `load_state_dict`.
+    If a group leaves the choice of torch's implementation open, the fused one runs, which is the fastest that
+    reads the rate from the device. Schedulers of torch keep working. Call this after `load_state_dict`.
     """
     groups = optimizer.param_groups
     before = [{name: group[name] for name in _CHANGED if name in group} for group in groups]
@@ -52,7 +53,21 @@ def _is_open(group: Mapping[str, Any]) -> bool:
 
 
 def describe_as_before(state_dict: Mapping[str, Any], before: HostSettings) -> None:
-    """Make an optimizer's state dict, in place, one that says of its settings what stood before
-    `keep_on_device`; rates are numbers as they are now."""
+    """Undo `keep_on_device` in an optimizer's state dict, in place. Learning rates become numbers."""
     for group, settings in zip(state_dict["param_groups"], before, strict=True):
         group |= settings | {"lr": float(group["lr"])}
+
+
+@dataclass(frozen=True)
+class ReplayState:
+    """Where a recorded step finds what the host decides of it.
+
+    Attributes:
+        generator: of random numbers, seeded anew for every step; a graph must register it.
+        seed: the same seed, int64, for kernels of our own.
+        factor: on what the step adds or mixes, a tensor without dimensions.
+    """
+
+    generator: torch.Generator
+    seed: Tensor
+    factor: Tensor

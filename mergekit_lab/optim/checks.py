@@ -1,4 +1,4 @@
-"""Checks whose messages name the parameter, its value and its range, or the loop and what to change in it."""
+"""Checks with messages that name the parameter, its value and its range, or the change a loop needs."""
 
 import math
 from collections.abc import Iterable
@@ -13,8 +13,9 @@ _LARGEST = 2**63 - 1
 
 
 def require_number(name: str, value: Any, minimum: float = -math.inf, maximum: float = math.inf) -> None:
-    """Raise `InputError` unless `value` is a number in [`minimum`, `maximum`] that float32, or a whole number
-    that 64 bits, can be computed with."""
+    """Raise `InputError` unless `value` is in [`minimum`, `maximum`] and fits into float32, or into 64 bits if
+    it is a whole number.
+    """
     ends = {"least": minimum, "most": maximum}
     bounds = [f"{word} {end:g}" for word, end in ends.items() if math.isfinite(end)]
     bound = f" of at {' and at '.join(bounds)}" if bounds else ""
@@ -48,36 +49,37 @@ def require_flag(name: str, value: Any) -> None:
 
 
 def gradient_evaluations(optimizer: Any) -> Fraction:
-    """Gradients of a whole batch that a step of any torch optimizer costs: 1, unless it says otherwise.
+    """Gradients of a whole batch that a step of any torch optimizer costs. It is 1, unless the optimizer says
+    otherwise.
 
-    SAM costs 2, with `ascent_fraction=0.25` 5/4, `MergOPT(worst_of=n)` n + 1.
+    SAM costs 2, or 5/4 with `ascent_fraction=0.25`. `MergOPT(worst_of=n)` costs n + 1.
     """
     return Fraction(getattr(unwrap(optimizer), "gradient_evaluations", 1))
 
 
 def unwrap(optimizer: Any) -> Any:
-    """The optimizer inside wrappers that name it `optimizer`, as accelerate's do."""
+    """The optimizer inside wrappers with an attribute `optimizer`, such as accelerate's."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def refuse_accumulation(optimizer: Any, micro_batches: int) -> None:
-    """Raise `InputError` if a training loop accumulates gradients that `optimizer` would not use.
+    """Raise `InputError` if a training loop accumulates gradients that `optimizer` does not use.
 
-    For loops that call `step` with a closure over the last micro-batch only, as Lightning's does: an
-    optimizer that evaluates its closure more than once a step cannot go back to the others.
+    Some loops, such as Lightning's, call `step` with a closure over only the last micro-batch. An optimizer
+    that evaluates its closure more than once per step cannot evaluate the others again.
 
     Args:
         optimizer: any torch optimizer, or accelerate's wrapper of one.
-        micro_batches: how many the loop accumulates between two steps, ≥ 1.
+        micro_batches: number of micro-batches between two steps, ≥ 1.
     """
     optimizer = unwrap(optimizer)
     evaluations = getattr(optimizer, "evaluations_per_step", 1)
     if micro_batches > 1 and evaluations > 1:
         name = type(optimizer).__name__
         raise InputError(
-            f"{name} evaluates its batch {evaluations} times a step and would see only the last of "
+            f"{name} evaluates its batch {evaluations} times per step and would see only the last of "
             f"{micro_batches} accumulated micro-batches: set accumulate_grad_batches to 1 with a batch "
             f"{micro_batches} times as large, or write the loop over the micro-batches into the closure"
         )

@@ -1,14 +1,13 @@
-"""How large merge offsets are: a distribution fitted to the task vectors of experts that exist.
+"""The size of merge offsets: a distribution fitted to the task vectors of existing experts.
 
 MergOPT: A Merge-Aware Optimizer for Robust Model Merging, section 3.2.3, figure 3 and table 10 (no public
 code): the entries of task vectors θ_t − θ0 follow a Laplace distribution; the fit is judged by its
 Kolmogorov–Smirnov distance and mean log-likelihood. Estimates are those of maximum likelihood: median and
 mean absolute deviation (Laplace), mean and standard deviation (Gaussian).
 
-Where we differ: all entries count, not a sample, and no copy of them is made: a histogram over the leading
-bits of each float stands for the sorted entries. The median is exact; the distance is exact at the edges of
-the histogram's bins, and within a bin, 2⁻¹³ of the value wide, the fitted probability is under 4e-5 where loc
-is small beside scale, as it is for task vectors.
+Where we differ: all entries count, not a sample, and none is copied. A histogram over each float's leading bits
+replaces sorting. The median is exact. The distance is exact at the bins' edges. A bin is 2⁻¹³ of its value
+wide, and the fitted probability within it is under 4e-5 if loc is much smaller than scale, as in task vectors.
 """
 
 import math
@@ -30,15 +29,15 @@ _SIGN = 2**31
 
 @dataclass(frozen=True)
 class OffsetFit:
-    """A fitted distribution of task-vector entries, and how well it fits.
+    """A distribution fitted to task-vector entries, and its goodness of fit.
 
     Attributes:
         loc, scale: μ and b (Laplace) or mean and standard deviation (Gaussian), in units of the weights.
         distribution: `laplace` or `gaussian`.
         ks_distance: largest difference, in [0, 1], between the fitted and the empirical distribution
             function.
-        mean_log_likelihood: of an entry, in nats; infinite if all entries are equal.
-        entries: how many there were.
+        mean_log_likelihood: mean over entries, in nats; infinite if all entries are equal.
+        entries: number of entries.
     """
 
     loc: float
@@ -54,14 +53,14 @@ def fit_offset(deltas: Iterable[Any] | Mapping[str, Any], distribution: str = "l
     """Fit `loc` and `scale` of `MergOPT` to task vectors, by maximum likelihood.
 
     Args:
-        deltas: task vectors: a mapping of tensors by name, a list of tensors, or a mapping or list of such.
-            Read three times, a tensor at a time and in float32, so a mapping may load what it is asked for.
-            Tensors that are not of floating numbers are left out.
+        deltas: task vectors: a mapping of tensors by name, a list of tensors, or a mapping or list of these.
+            They are read three times, one tensor at a time in float32, so a mapping may load lazily. Tensors
+            with integers are skipped.
         distribution: `laplace` or `gaussian`.
 
     Raises:
-        InputError: an iterator, which can be read once only; no entries; an entry that is not finite; an
-            unknown distribution.
+        InputError: `deltas` is an iterator, which can be read only once; there are no entries; an entry is not
+            finite; `distribution` is unknown.
     """
     require_known("distribution", distribution, DISTRIBUTIONS)
     counts = torch.zeros(_BINS, dtype=torch.int64)
@@ -71,7 +70,7 @@ def fit_offset(deltas: Iterable[Any] | Mapping[str, Any], distribution: str = "l
     if entries == 0:
         raise InputError("there are no entries to fit: are the task vectors empty, or of integers?")
     if distribution == "laplace":
-        loc = _median(deltas, counts, entries)
+        loc = _find_median(deltas, counts, entries)
         scale = sum(float((v.double() - loc).abs().sum()) for v in _flatten(deltas, "")) / entries
         likelihood = -math.log(2 * scale) - 1 if scale else math.inf
     else:
@@ -79,7 +78,7 @@ def fit_offset(deltas: Iterable[Any] | Mapping[str, Any], distribution: str = "l
         variance = sum(float((v.double() - loc).square().sum()) for v in _flatten(deltas, "")) / entries
         scale = math.sqrt(variance)
         likelihood = -0.5 * math.log(2 * math.pi * variance) - 0.5 if variance else math.inf
-    distance = _distance(counts, entries, distribution, loc, scale)
+    distance = _measure_distance(counts, entries, distribution, loc, scale)
     return OffsetFit(loc, scale, distribution, distance, likelihood, entries)
 
 
@@ -117,7 +116,7 @@ def _from_order(ordered: Tensor) -> Tensor:
     return bits.to(torch.int32).view(torch.float32)
 
 
-def _median(deltas: Any, counts: Tensor, entries: int) -> float:
+def _find_median(deltas: Any, counts: Tensor, entries: int) -> float:
     """The lower median: the leading bits from `counts`, the rest from another pass."""
     position = (entries - 1) // 2
     below = counts.cumsum(0)
@@ -132,19 +131,21 @@ def _median(deltas: Any, counts: Tensor, entries: int) -> float:
     return float(_from_order(torch.tensor([(leading << _LOW_BITS) + trailing])))
 
 
-def _distance(counts: Tensor, entries: int, distribution: str, loc: float, scale: float) -> float:
+def _measure_distance(counts: Tensor, entries: int, distribution: str, loc: float, scale: float) -> float:
     """sup |F_fitted − F_empirical| over the edges of the bins."""
     if scale == 0:
         return 0.0  # all entries are at loc, and so is the whole fitted distribution
     used = counts.nonzero().flatten()
     after = counts[used].cumsum(0).double() / entries
     before = torch.cat([after.new_zeros(1), after[:-1]])
-    lower = _cdf(_from_order(used << _LOW_BITS).double(), distribution, loc, scale)
-    upper = _cdf(_from_order((used << _LOW_BITS) + 2**_LOW_BITS - 1).double(), distribution, loc, scale)
+    lower = _evaluate_cdf(_from_order(used << _LOW_BITS).double(), distribution, loc, scale)
+    upper = _evaluate_cdf(
+        _from_order((used << _LOW_BITS) + 2**_LOW_BITS - 1).double(), distribution, loc, scale
+    )
     return float(torch.maximum((lower - before).abs(), (upper - after).abs()).max())
 
 
-def _cdf(x: Tensor, distribution: str, loc: float, scale: float) -> Tensor:
+def _evaluate_cdf(x: Tensor, distribution: str, loc: float, scale: float) -> Tensor:
     z = (x - loc) / scale
     if distribution == "gaussian":
         return torch.special.ndtr(z)

@@ -1,10 +1,10 @@
-"""Friendly SAM: SAM that goes up the batch's own part of the gradient only, not the part all batches share.
+"""Friendly SAM: SAM that ascends only the batch's own part of the gradient, not what batches share.
 
-Li, Zhou, He, Cheng, Huang: Friendly Sharpness-Aware Minimization (CVPR 2024), section 4, algorithm 1.
-Reference implementation: nblt/F-SAM, `FriendlySAM(adaptive=False)`: the shared part is a running mean of past
-gradients, taken off before the batch's gradient joins it; the first step has none and is SAM's.
+Li, Zhou, He, Cheng, Huang: Friendly Sharpness-Aware Minimization (CVPR 2024), section 4, algorithm 1. Reference
+implementation: nblt/F-SAM, `FriendlySAM(adaptive=False)`. The shared part is a running mean of past gradients.
+It is subtracted before it is updated with the batch's gradient. The first step has no mean yet and is SAM's.
 
-Where we differ: as in sam.py, and the running mean is kept in float32 at least.
+Where we differ: as in sam.py, and the running mean is float32 or wider.
 """
 
 from typing import ClassVar
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from mergekit_lab.optim.ascent import AscentOptimizer
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, combine, lerp_
-from mergekit_lab.optim.precision import at_least_float32
+from mergekit_lab.optim.precision import widen
 from mergekit_lab.optim.sam import sam_perturbation
 
 
-def friendly_direction(grads: list[Tensor], mean: list[Tensor], sigma: Setting) -> list[Tensor]:
+def remove_mean(grads: list[Tensor], mean: list[Tensor], sigma: Setting) -> list[Tensor]:
     """d = g − σ m, one tensor per gradient; `mean` holds m, pairwise of the same shape."""
     if isinstance(sigma, list):
         return list(torch._foreach_sub(grads, torch._foreach_mul(mean, sigma)))
@@ -26,25 +26,26 @@ def friendly_direction(grads: list[Tensor], mean: list[Tensor], sigma: Setting) 
 
 
 class FriendlySAM(AscentOptimizer):
-    """Friendly sharpness-aware minimization around any base optimizer. Two evaluations a step.
+    """Friendly sharpness-aware minimization around any base optimizer. Two evaluations per step.
 
-    Extra memory, beside SAM's: a running mean of the gradients.
+    Extra memory: SAM's, and a running mean of the gradients.
 
     Args:
         named_parameters, base: see `WrappedOptimizer`; names are not needed.
         rho: radius ρ ≥ 0 of the ball; 0 is the base optimizer.
-        sigma: σ, how much of the running mean is taken off; 0 is SAM.
+        sigma: σ, the factor on the subtracted running mean; 0 is SAM.
         lmbda: λ in [0, 1], the weight of the past in the running mean.
 
     Raises:
         InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
     """
 
-    saved_attributes: ClassVar[tuple[str, ...]] = ("rho", "sigma", "lmbda")
+    saved_attributes: ClassVar[tuple[str, ...]] = ("sigma", "lmbda")
     group_settings: ClassVar[tuple[str, ...]] = saved_attributes
     saved_tensors: ClassVar[tuple[str, ...]] = ("mean",)
     mean: dict[Tensor, Tensor]
     takes_sharded = True
+    recordable = True
 
     def __init__(
         self,
@@ -64,11 +65,11 @@ class FriendlySAM(AscentOptimizer):
         self.require_number("lmbda", minimum=0, maximum=1)
 
     def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-        grads = at_least_float32(grads)
+        grads = widen(grads)
         means = [
             self.mean[p] if p in self.mean else torch.zeros_like(g) for p, g in zip(params, grads, strict=True)
         ]
-        direction = friendly_direction(grads, means, self.setting("sigma", params))
+        direction = remove_mean(grads, means, self.setting("sigma", params))
         lerp_(means, grads, combine(lambda past: 1 - past, self.setting("lmbda", params)))
         self.mean.update({p: g.clone() for p, g in zip(params, grads, strict=True) if p not in self.mean})
         return sam_perturbation(direction, self.setting("rho", params, signed=True))

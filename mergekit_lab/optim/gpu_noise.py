@@ -1,7 +1,7 @@
-"""MergOPT's move in one kernel in Triton, for GPUs: copy the weights, draw an offset, add it.
+"""MergOPT's move as one Triton kernel for GPUs: copy the weights, draw an offset, add it.
 
-Draws come from Philox by (seed, number of the entry), in registers: weights are read once and written twice,
-where torch's operations make ten passes over them. Importing this needs Triton.
+Philox draws by (seed, number of the entry), in registers. Weights are read once and written twice; torch's
+operations take ten passes. Importing this needs Triton.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ def save_and_move(
     loc: float,
     scale: float,
 ) -> None:
-    """Write `params` into `copies`, then add `factor` · z to them in place, z drawn entry by entry.
+    """Copy `params` into `copies`, then add `factor` · z to `params` in place, with z drawn entry by entry.
 
     Args:
-        params: contiguous, on one GPU, of float32, bfloat16 or float16.
-        copies: of the same shapes and dtypes, contiguous.
-        first: the number of each one's first entry. An entry's draw depends on its number and the seed alone.
-        seed: int64, factor: float32; without dimensions, on the GPU.
+        params: contiguous, on one GPU, in float32, bfloat16 or float16.
+        copies: contiguous, with the same shapes and dtypes.
+        first: the number of each tensor's first entry. An entry's draw depends only on its number and the seed.
+        seed, factor: 0-d tensors on the GPU, int64 and float32.
         distribution, loc, scale: see `draw_noise`.
     """
     for dtype in dict.fromkeys(p.dtype for p in params):
@@ -110,3 +110,12 @@ def _tabulate(chosen: tuple[tuple[int, int, int, int], ...], width: int, device:
         table[:, 4] = (table[:, 4] + before + count).clamp_(max=BLOCK)
         rows.append(table)
     return torch.cat(rows).to(device)
+
+
+def probe() -> None:
+    """Move a few weights; raise where the kernel cannot be built, or gives something else."""
+    weights, copy = torch.zeros(8, device="cuda"), torch.ones(8, device="cuda")
+    seed, factor = torch.zeros((), dtype=torch.int64, device="cuda"), torch.ones((), device="cuda")
+    save_and_move([weights], [copy], [0], seed, factor, distribution="laplace", loc=0.0, scale=1.0)
+    if bool(copy.any()) or not bool(weights.all()):
+        raise RuntimeError("the first move is wrong")

@@ -5,10 +5,10 @@ each step draws a coefficient α from a set, a number of experts K from 1…K_ma
 entry, from a Laplace distribution, and takes the gradient at θ + (Kα − 1) z, where merging K experts that
 all moved by z would end.
 
-Where we differ: θ comes back from a copy; the draws are a function of (seed, step), so a resumed run needs
-only the step count; the offset is added in float32 whatever the precision of the weights; `gaussian` is our
-addition, and so is `worst_of`: the paper derives its method as an approximation to the worst merge, and the
-worst of several draws is a closer one.
+Where we differ: θ is restored from a copy. Draws are a function of (seed, step), so a resumed run needs only
+the step count. The offset is added in float32 for weights of any precision. `gaussian` and `worst_of` are ours.
+The paper derives its method as an approximation to the worst merge, and the worst of several draws comes closer
+to that.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +32,7 @@ def merge_factor(
 ) -> float:
     """Kα − 1 of a step: α uniform over `coefficients`, K uniform over 1…`max_experts`.
 
-    `which` tells draws of the same step apart.
+    `which` numbers the draws of one step.
     """
     alpha = coefficients[hash_bits(seed, step, f"coefficient{which}") % len(coefficients)]
     experts = 1 + hash_bits(seed, step, f"experts{which}") % max_experts
@@ -40,7 +40,7 @@ def merge_factor(
 
 
 class MergOPT(OffsetOptimizer):
-    """Merge-aware optimization around any base optimizer. One evaluation a step.
+    """Merge-aware optimization around any base optimizer. One evaluation per step.
 
     With a closure or without, in eval mode or train mode: see `OffsetOptimizer`.
 
@@ -53,21 +53,21 @@ class MergOPT(OffsetOptimizer):
             `loc` and `scale` 0 this is the base optimizer. "fit" estimates `loc` and `scale` from
             `task_vectors`.
         distribution: `laplace` or `gaussian`.
-        seed: the offset of a step is a function of (`seed`, number of steps done), the parameters' layout, the
-            type of device, and whether Triton builds kernels for it; ranks with the same seed take the same.
-        worst_of: n ≥ 1 offsets are drawn each step; the gradient is taken at the one with the largest loss
-            (over all ranks together, unless `per_rank`). n > 1 takes n + 1 evaluations and needs a closure.
-        per_rank: every rank draws its own offset, so a step averages over as many as there are ranks.
-        task_vectors: for `scale="fit"` only, what `fit_offset` takes: such as the state dict of an expert's
-            θ − θ0, or a list of them. Not kept.
+        seed: a step's offset is a function of (`seed`, number of steps done), the parameters' layout, the type
+            of device, and whether Triton builds kernels for it. Ranks with the same seed take the same offset.
+        worst_of: n ≥ 1 offsets are drawn per step. The gradient is taken at the one with the largest loss, over
+            all ranks together unless `per_rank`. n > 1 takes n + 1 evaluations and needs a closure.
+        per_rank: every rank draws its own offset, so a step averages over as many offsets as ranks.
+        task_vectors: only for `scale="fit"`: an argument of `fit_offset`, such as a state dict of θ − θ0, or a
+            list of them. It is not kept.
 
     Attributes:
         steps_done: base steps so far.
-        fit: what `scale="fit"` found, else None.
+        fit: the fit of `scale="fit"`, else None.
 
     Raises:
-        InputError: a hyper-parameter out of range; `scale="fit"` without task vectors; `step()` in eval mode
-            without a closure; a sparse gradient.
+        InputError: a hyper-parameter is out of range; `scale="fit"` without task vectors; `step` is called in
+            eval mode without a closure; a gradient is sparse.
     """
 
     saved_attributes: ClassVar[tuple[str, ...]] = (
@@ -78,9 +78,9 @@ class MergOPT(OffsetOptimizer):
         "distribution",
         "worst_of",
         "per_rank",
-        *OffsetOptimizer.saved_attributes,
     )
     takes_sharded = True
+    recordable = True
     chooses_offset = True
 
     def __init__(
@@ -215,7 +215,7 @@ class MergOPT(OffsetOptimizer):
 def resolve_fit(
     loc: float, scale: float | str, distribution: str, task_vectors: Iterable[Any] | Mapping[str, Any] | None
 ) -> OffsetFit | None:
-    """The fit that `scale="fit"` asks for; None if `scale` is a number."""
+    """Fit the offset for `scale="fit"`; None if `scale` is a number."""
     if scale != "fit":
         if task_vectors is not None:
             raise InputError(f"task_vectors are there to be fitted, and scale is {scale!r}: set scale='fit'")

@@ -1,34 +1,30 @@
-"""Random numbers that depend on (seed, step) alone, and offsets of the weights made of them."""
+"""Random numbers that depend only on (seed, step), and offsets of weights made from them."""
 
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Iterator, Sequence
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mergekit_lab.optim.precision import wide_dtype
-from mergekit_lab.optim.sharded import first_entry, take_part_like, take_parts
-
-log = logging.getLogger(__name__)
+from mergekit_lab.optim.precision import widen_dtype
+from mergekit_lab.optim.sharded import find_first_entry, take_part_like, take_parts
+from mergekit_lab.triton_kernels import load_kernels
 
 DISTRIBUTIONS = ("laplace", "gaussian")
 ENTRIES_PER_DRAW = 2**24
 
 
 def hash_bits(seed: int, step: int, what: str) -> int:
-    """64 well-mixed bits for one purpose (`what`) of one step."""
+    """Hash to 64 bits, for one purpose (`what`) of one step."""
     digest = hashlib.blake2b(f"{seed}/{step}/{what}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def to_signed(bits: int) -> int:
-    """64 bits as an int64 holds them."""
+    """Reinterpret 64 bits as an int64."""
     return bits - (1 << 64) if bits >> 63 else bits
 
 
@@ -42,11 +38,11 @@ def sample(
     scale: float,
     factor: Tensor | None = None,
 ) -> Tensor:
-    """`[count]` independent draws on the generator's device.
+    """Draw `[count]` independent numbers on the generator's device.
 
-    A Laplace draw is the difference of two exponential ones: a third of the memory traffic of inverting its
-    distribution function, which is what counts on a GPU. A negative `scale` gives the draws of its size,
-    negated about `loc`. Draws are multiplied by `factor`, a tensor without dimensions on that device, if given.
+    A Laplace draw is the difference of two exponential ones, which on a GPU takes a third of the memory traffic
+    of inverting its distribution function. A negative `scale` mirrors the draws about `loc`. `factor`, a 0-d
+    tensor on that device, multiplies draws.
     """
     draws = torch.empty(count, dtype=dtype, device=generator.device)
     if scale == 0:
@@ -73,19 +69,19 @@ def draw_noise(
     scale: float,
     factor: Tensor | None = None,
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Draw for each parameter, entry by entry, a few parameters at a time.
+    """Draw noise for each parameter, entry by entry, a few parameters at a time.
 
     Args:
         params: any shapes and devices. Draws are float64 for float64 parameters, float32 for all others.
-        seed: 64 bits; the same seed and layout of parameters give the same draws on one type of device. Or a
-            generator that has been seeded, where all parameters are on its device.
+        seed: 64 bits. The same seed and layout of parameters give the same draws on one type of device. Or a
+            seeded generator on the device of all parameters.
         factor: see `sample`.
         distribution, loc, scale: `laplace` with mean `loc` and mean absolute deviation `scale`, or
             `gaussian` with mean `loc` and standard deviation `scale`.
 
     Yields:
         Parameters and their draws, pairwise of the same shape. Of sharded parameters both are this process's
-        parts; every process draws the whole, so that the parts are those of an unsharded run.
+        parts. Every process draws the whole, so parts equal those of an unsharded run.
     """
     generators: dict[torch.device, torch.Generator] = {}
     for group in _chunk(params):
@@ -97,7 +93,7 @@ def draw_noise(
         draws = sample(
             sum(sizes),
             generators[device],
-            wide_dtype(group[0]),
+            widen_dtype(group[0]),
             distribution=distribution,
             loc=loc,
             scale=scale,
@@ -112,7 +108,7 @@ def add_offset(
 ) -> None:
     """Add `factor` · z to `params` in place, z as `draw_noise` draws it.
 
-    z is added in its own precision; lower ones are rounded once, after the addition.
+    The sum is computed in z's precision and rounded once.
     """
     draws = draw_noise(params, seed, distribution=distribution, loc=factor * loc, scale=factor * scale)
     for group, z in draws:
@@ -120,23 +116,23 @@ def add_offset(
 
 
 class Move:
-    """Copies weights and moves them by one kernel, on a GPU for which Triton can build it.
+    """Copies weights and moves them by one Triton kernel on a GPU.
 
-    Its draws are others than `draw_noise`'s. They depend on an entry's place in the whole model, so that every
-    process makes those of its part alone.
+    Its draws differ from `draw_noise`'s. They depend on an entry's position in the whole model, so that
+    every process makes those of its part.
     """
 
-    def __init__(self, kernels: ModuleType) -> None:
+    def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
 
     @staticmethod
     def find(params: Sequence[Tensor]) -> Move | None:
-        """The move of these parameters; None where `draw_noise` is to make it."""
+        """The move for these parameters, or None if `draw_noise` must make it."""
         if not params or any(p.device.type != "cuda" or p.device != params[0].device for p in params):
             return None
-        if any(wide_dtype(p) is not torch.float32 or first_entry(p) is None for p in params):
+        if any(widen_dtype(p) is not torch.float32 or find_first_entry(p) is None for p in params):
             return None
-        kernels = _load_kernels()
+        kernels = load_kernels(f"{__package__}.gpu_noise", "torch moves weights")
         return None if kernels is None else Move(kernels)
 
     def __call__(
@@ -145,30 +141,9 @@ class Move:
         """See `gpu_noise.save_and_move`."""
         first, entries = [], 0
         for p in params:
-            first.append(entries + (first_entry(p) or 0))
+            first.append(entries + (find_first_entry(p) or 0))
             entries += -(-p.numel() // 4) * 4
         self._kernels.save_and_move(take_parts(params), take_parts(copies), first, seed, factor, **size)
-
-
-@cache
-def _load_kernels() -> ModuleType | None:
-    """`gpu_noise`, where Triton and what it needs are there and a first move comes out; else None."""
-    try:
-        from mergekit_lab.optim import gpu_noise
-
-        weights, copy = torch.zeros(8, device="cuda"), torch.ones(8, device="cuda")
-        seed, factor = torch.zeros((), dtype=torch.int64, device="cuda"), torch.ones((), device="cuda")
-        gpu_noise.save_and_move(
-            [weights], [copy], [0], seed, factor, distribution="laplace", loc=0.0, scale=1.0
-        )
-        if bool(copy.any()) or not bool(weights.all()):
-            return None
-    except Exception as error:
-        log.info(
-            "MergOPT moves weights by torch's operations, which takes longer (%s)", str(error).split("\n")[0]
-        )
-        return None
-    return gpu_noise
 
 
 def _chunk(params: list[Tensor]) -> Iterator[list[Tensor]]:
@@ -179,9 +154,9 @@ def _chunk(params: list[Tensor]) -> Iterator[list[Tensor]]:
     group: list[Tensor] = []
     entries = 0
     for p in params:
-        kind = (p.device, wide_dtype(p))
+        kind = (p.device, widen_dtype(p))
         if group and (
-            kind != (group[0].device, wide_dtype(group[0])) or entries + p.numel() > ENTRIES_PER_DRAW
+            kind != (group[0].device, widen_dtype(group[0])) or entries + p.numel() > ENTRIES_PER_DRAW
         ):
             yield group
             group, entries = [], 0

@@ -1,4 +1,4 @@
-"""The step of methods that take the gradient at a random point near θ, with or without a closure."""
+"""The step of methods that take the gradient at a random point near θ. A closure is optional."""
 
 from typing import Any, ClassVar
 
@@ -13,35 +13,35 @@ from mergekit_lab.optim.wrapper import Closure, WrappedOptimizer
 
 
 class OffsetOptimizer(WrappedOptimizer):
-    """The gradient is taken at θ plus an offset of chance, the base steps from θ. One evaluation a step.
+    """The gradient is taken at θ plus a random offset, and the base steps from θ. One evaluation per step.
 
     With a closure, `step(closure)` does everything: it moves the weights to the offset point, drops the
-    gradients, calls the closure once, puts θ back and lets the base step.
+    gradients, calls the closure once, restores θ, and lets the base step.
 
-    Without one, the weights live at the offset point while training. `train()` moves them there and `eval()`
-    back to θ, any number of times, but not between a forward pass and its backward. In train mode `step()`
-    puts θ back, lets the base step, and moves on to the next offset point (unless `stays_in_train_mode` is
-    False); the loop owns the gradients, so micro-batches accumulate as usual, and `step(closure)` calls the
-    closure where the weights are, without zeroing first. Both ways give the same weights. The optimizer
-    starts in eval mode.
+    Without a closure, the weights are at the offset point during training. `train()` moves them there, and
+    `eval()` back to θ. Both may be called at any time, except between a forward pass and its backward. In train
+    mode `step()` restores θ, lets the base step, and moves to the next offset point, unless
+    `stays_in_train_mode` is False. The loop owns the gradients, so micro-batches accumulate as usual. There
+    `step(closure)` calls the closure at the current weights, without zeroing gradients. Both ways give the same
+    weights. The optimizer starts in eval mode.
 
-    Call `eval()` before evaluating, saving or loading weights: in train mode the model holds the offset
-    point. `state_dict()` may be taken in either mode, for it does not depend on where the weights are.
+    Call `eval()` before evaluating, saving or loading weights, because in train mode the model holds the offset
+    point. `state_dict()` is the same in both modes.
 
     The offset covers the parameters that require a gradient. Extra memory: one copy of them.
 
     Args:
         named_parameters, base: see `WrappedOptimizer`; names are not needed.
-        seed: the offset of a step is a function of (`seed`, number of steps done), the parameters' layout
-            and the type of device; ranks with the same seed take the same offset.
+        seed: a step's offset is a function of (`seed`, number of steps done), the parameters' layout and the
+            type of device. Ranks with the same seed take the same offset.
 
     Attributes:
         steps_done: base steps so far.
         chooses_offset: whether a step of several evaluations chooses among offsets by their losses.
 
     Raises:
-        InputError: a hyper-parameter out of range; `step()` in eval mode without a closure; a sparse
-            gradient.
+        InputError: a hyper-parameter is out of range; `step` is called in eval mode without a closure; a
+            gradient is sparse.
     """
 
     saved_attributes: ClassVar[tuple[str, ...]] = ("seed", "steps_done")
@@ -61,16 +61,16 @@ class OffsetOptimizer(WrappedOptimizer):
         return not self.theta.held
 
     def draw(self, candidate: int) -> tuple[int, float]:
-        """What the host decides of the coming step's offset: a seed of 64 bits, and a factor on its size.
+        """The part of the next step's offset that the host decides: a 64-bit seed, and a factor on its size.
 
         Args:
-            candidate: which of several offsets of this step, from 0.
+            candidate: index of one of several offsets of the step.
         """
         raise NotImplementedError(f"{type(self).__name__} must define draw(candidate)")
 
     @property
     def replayable(self) -> bool:
-        return self.evaluations_per_step == 1 or not self.chooses_offset
+        return super().replayable and (self.evaluations_per_step == 1 or not self.chooses_offset)
 
     def prepare_step(self) -> None:
         assert self.replay is not None
@@ -83,51 +83,51 @@ class OffsetOptimizer(WrappedOptimizer):
         self.steps_done += 1
 
     def add_offset(self, params: list[Tensor], candidate: int) -> bool:
-        """Add the offset of the coming step to `params` in place; False if there is none.
+        """Add the next step's offset to `params` in place. Returns False if there is none.
 
         Args:
             params: those that require a gradient.
-            candidate: which of several offsets of this step, from 0.
+            candidate: index of one of several offsets of the step.
         """
         raise NotImplementedError(f"{type(self).__name__} must define add_offset(params, candidate)")
 
     def save_and_move(self, params: list[Tensor], candidate: int) -> list[Tensor] | None:
-        """Copy θ, and add the offset; the copies, or None if there is no offset."""
+        """Copy θ, then add the offset. Returns the copies, or None if there is no offset."""
         copies = self.theta.save(params)
         return copies if self.add_offset(params, candidate) else None
 
     @property
     def unmoved_fraction(self) -> float | None:
-        """Fraction (0…1) of the low-precision entries the last offset left at θ, being under half an ulp.
+        """The fraction in [0, 1] of low-precision entries that the last offset did not move: it was under half
+        an ulp.
 
-        None if no parameter is of low precision or the last offset was zero anyway. Reading it waits for the
-        device.
+        None if no parameter has low precision, or if the last offset was zero. Reading it waits for the device.
         """
         total = sum(entries for _, entries in self._unmoved)
         return sum(int(same) for same, _ in self._unmoved) / total if total else None
 
     def train(self) -> None:
-        """Move the weights to the offset point of the coming step, unless they are there.
+        """Move the weights to the next step's offset point, unless they are there.
 
         Raises:
-            InputError: the method evaluates more than once a step, which needs a closure in eval mode.
+            InputError: the method evaluates more than once per step, which needs a closure in eval mode.
         """
         if self.evaluations_per_step > 1:
             raise InputError(
-                f"{type(self).__name__} evaluates {self.evaluations_per_step} times a step and so has no "
+                f"{type(self).__name__} evaluates {self.evaluations_per_step} times per step and so has no "
                 "train mode: call step(closure) in eval mode, or take the settings with one evaluation"
             )
         if not self.theta.held:
             self._move()
 
     def eval(self) -> None:
-        """Put the weights back to θ, unless they are there."""
+        """Set the weights to θ, unless they are θ."""
         with torch.no_grad():
             self.theta.restore()
         torch.clear_autocast_cache()
 
     def update(self, closure: Closure | None) -> Any:
-        """One step of the base; returns the first loss, which is that at an offset point, if there is one."""
+        """Step once. Returns the first loss, which is at an offset point unless there is no offset."""
         in_train_mode = self.theta.held
         if closure is None and not in_train_mode:
             name = type(self).__name__
@@ -154,7 +154,9 @@ class OffsetOptimizer(WrappedOptimizer):
         return loss
 
     def explore(self, closure: Closure) -> Any:
-        """From θ, evaluate where the method wants, leave the gradient for the base, return the first loss."""
+        """Evaluate at the method's points, leave the gradient for the base, and return the first loss. Starts
+        from θ.
+        """
         self._move()
         return self.evaluate(closure)
 

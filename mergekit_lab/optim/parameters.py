@@ -1,4 +1,4 @@
-"""What an optimizer may be built from: parameters with or without names, and a base."""
+"""Build an optimizer from parameters, with or without names, and a base."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ BaseOptimizer = Callable[[Any], Optimizer]
 
 
 def split_names(parameters: Parameters) -> tuple[list[Any], dict[Tensor, str]]:
-    """The same tensors or groups with names taken off, and the name of each tensor that had one."""
+    """Separate tensors or groups from their names."""
     names: dict[Tensor, str] = {}
     tensors: list[Tensor] = []
 
@@ -49,7 +49,7 @@ def split_names(parameters: Parameters) -> tuple[list[Any], dict[Tensor, str]]:
 
 
 def describe(parameters: Iterable[Tensor], names: Mapping[Tensor, str]) -> str:
-    """The names of parameters, or the shapes of those that have none."""
+    """Describe parameters by name, or by shape if they have none."""
     return listing(names.get(p, f"unnamed, shape {tuple(p.shape)}") for p in parameters)
 
 
@@ -65,7 +65,7 @@ def _to_list(parameters: Any) -> list[Any]:
 
 
 def combine(function: Callable[..., float], *settings: Setting) -> Setting:
-    """`function` of settings: a number if all of them are, else a list with one for each parameter."""
+    """Apply `function` to settings: a number if all of them are numbers, else a list with one per parameter."""
     if not any(isinstance(setting, list) for setting in settings):
         return function(*settings)
     columns = [setting if isinstance(setting, list) else repeat(setting) for setting in settings]
@@ -73,9 +73,9 @@ def combine(function: Callable[..., float], *settings: Setting) -> Setting:
 
 
 def scale(tensors: Sequence[Tensor], factor: Any) -> list[Tensor]:
-    """Each tensor times a factor: a number, a tensor without dimensions, or a list with one for each.
+    """Multiply each tensor by a factor: a number, a 0-d tensor, or a list with one per tensor.
 
-    A factor that is a tensor does not widen what it multiplies.
+    A tensor as a factor does not widen the dtype.
     """
     if isinstance(factor, Tensor) and any(t.dtype != factor.dtype for t in tensors):
         return [t * factor for t in tensors]
@@ -92,10 +92,10 @@ def lerp_(tensors: list[Tensor], ends: Sequence[Tensor], weight: Setting) -> Non
 
 
 def build(base: BaseOptimizer, parameters: list[Any]) -> Optimizer:
-    """The base optimizer of these parameters or groups.
+    """Build the base optimizer of these parameters or groups.
 
     Raises:
-        InputError: `base` is not callable, gives no torch optimizer, or gives LBFGS.
+        InputError: `base` is not callable, returns no torch optimizer, or returns LBFGS.
     """
     way_out = "pass a callable such as functools.partial(torch.optim.AdamW, lr=1e-5)"
     if not callable(base):
@@ -106,3 +106,18 @@ def build(base: BaseOptimizer, parameters: list[Any]) -> Optimizer:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InputError("LBFGS evaluates the loss itself and cannot be a base: use a first-order optimizer")
     return optimizer
+
+
+Mix = Callable[[list[Tensor], list[Tensor], list[Tensor]], Sequence[Tensor]]
+
+
+def mix_gradients(first: dict[Tensor, Tensor], mix: Mix) -> None:
+    """Replace gradients by `mix(params, first, second)`, where `second` are those that parameters have now.
+
+    Parameters that have none now, or are not in `first`, are left alone.
+    """
+    both = [p for p in first if p.grad is not None]
+    if both:
+        second = [p.grad for p in both if p.grad is not None]
+        for p, g in zip(both, mix(both, [first[p] for p in both], second), strict=True):
+            p.grad = g

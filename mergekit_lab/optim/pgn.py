@@ -1,8 +1,8 @@
 """PGN: minimize the loss plus λ times the norm of its gradient.
 
-Zhao, Zhang, Hu: Penalizing Gradient Norm for Efficiently Improving Generalization in Deep Learning (ICML
-2022), section 3.2, algorithm 1. The gradient of the norm is a difference of two gradients over a distance r,
-which makes it (1 − α) ∇L(θ) + α ∇L(θ + r g/‖g‖) with α = λ/r. Reference implementation: zhaoyang-0204/gnp.
+Zhao, Zhang, Hu: Penalizing Gradient Norm for Efficiently Improving Generalization in Deep Learning (ICML 2022),
+section 3.2, algorithm 1. The norm's gradient is a difference of two gradients over a distance r. The step's
+gradient is then (1 − α) ∇L(θ) + α ∇L(θ + r g/‖g‖) with α = λ/r. Reference implementation: zhaoyang-0204/gnp.
 
 Where we differ: as in sam.py.
 """
@@ -24,9 +24,9 @@ def interpolate(first: list[Tensor], second: list[Tensor], alpha: Setting) -> li
 
 
 class PGN(AscentOptimizer):
-    """Gradient-norm penalty around any base optimizer. Two evaluations a step, both of which count.
+    """Gradient-norm penalty around any base optimizer. Two evaluations per step, and both gradients are used.
 
-    Extra memory, beside SAM's: the first gradients.
+    Extra memory: SAM's, and the first gradients.
 
     Args:
         named_parameters, base: see `WrappedOptimizer`; names are not needed.
@@ -37,10 +37,10 @@ class PGN(AscentOptimizer):
         InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
     """
 
-    saved_attributes: ClassVar[tuple[str, ...]] = ("rho", "alpha")
+    saved_attributes: ClassVar[tuple[str, ...]] = ("alpha",)
     group_settings: ClassVar[tuple[str, ...]] = saved_attributes
     takes_sharded = True
-    mixes_gradients = True
+    recordable = True
 
     def __init__(
         self, named_parameters: Parameters, base: BaseOptimizer, rho: float = 0.05, alpha: float = 0.8

@@ -1,20 +1,20 @@
-"""In which precision an optimizer computes and keeps what it adds to the weights: float32 at least."""
+"""The precision of what an optimizer adds to weights: float32 or wider."""
 
 import torch
 from torch import Tensor
 
 
-def wide_dtype(tensor: Tensor) -> torch.dtype:
+def widen_dtype(tensor: Tensor) -> torch.dtype:
     """float64 for a float64 tensor, float32 for all others."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def at_least_float32(tensors: list[Tensor]) -> list[Tensor]:
+def widen(tensors: list[Tensor]) -> list[Tensor]:
     """Each tensor in float32 if its precision is lower, else as it is."""
-    return [t.to(wide_dtype(t)) for t in tensors]
+    return [t.to(widen_dtype(t)) for t in tensors]
 
 
 def like_parameter(state: Tensor, parameter: Tensor) -> Tensor:
-    """A saved tensor on the device of its parameter and, if floating, as wide as is kept for that parameter."""
-    dtype = wide_dtype(parameter) if state.is_floating_point() else state.dtype
+    """Move a saved tensor to its parameter's device and, if floating, to its wide dtype."""
+    dtype = widen_dtype(parameter) if state.is_floating_point() else state.dtype
     return state.to(parameter.device, dtype)

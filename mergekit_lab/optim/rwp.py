@@ -1,13 +1,13 @@
-"""RWP: step with the gradient taken at a random point near θ, as far away as each filter is long.
+"""RWP: step with the gradient taken at a random point near θ, at a distance proportional to each filter's norm.
 
 Li, Yan, Tao, Huang, Cheng: Efficient Generalization Improvement Guided by Random Weight Perturbation (arXiv
-2211.11489), section 4: Gaussian noise whose standard deviation is γ times the norm of the filter, and
-(1 − α) ∇L(θ) + α ∇L(θ + e). Reference implementation: nblt/RWP, where tensors of one dimension count as one
+2211.11489), section 4: Gaussian noise e with a standard deviation of γ times the filter's norm, and the
+gradient (1 − α) ∇L(θ) + α ∇L(θ + e). Reference implementation: nblt/RWP, where a one-dimensional tensor is one
 filter.
 
-Where we differ: by default α = 1, the perturbed loss alone, which takes one evaluation and no closure, as
-their single-sample convolution does. α < 1 evaluates the same batch at both points; the authors give each to
-its own processes, with its own batch. The draws are a function of (seed, step). Otherwise as in mergopt.py.
+Where we differ: the default is α = 1, which takes only the perturbed loss, by one evaluation and without a
+closure, as their single-sample convolution does. α < 1 evaluates the same batch at both points; the authors use
+separate processes with separate batches. Draws are a function of (seed, step). Otherwise as in mergopt.py.
 """
 
 from typing import Any, ClassVar
@@ -18,18 +18,18 @@ from torch import Tensor
 from mergekit_lab.optim.checks import require_number
 from mergekit_lab.optim.noise import draw_noise, hash_bits
 from mergekit_lab.optim.offset import OffsetOptimizer
-from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, mix_gradients
 from mergekit_lab.optim.pgn import interpolate
-from mergekit_lab.optim.precision import wide_dtype
-from mergekit_lab.optim.wrapper import Closure, mix_gradients
+from mergekit_lab.optim.precision import widen_dtype
+from mergekit_lab.optim.wrapper import Closure
 
 
 def filter_norms(weight: Tensor) -> Tensor:
     """The L2 norm of each filter, broadcastable over `weight`, in float32 at least.
 
-    A filter is all that belongs to one index of dimension 0; a vector or a number is one filter.
+    A filter is the slice at one index of dimension 0. A vector or a number is one filter.
     """
-    dtype = wide_dtype(weight)
+    dtype = widen_dtype(weight)
     if weight.ndim < 2:
         return torch.linalg.vector_norm(weight, dtype=dtype)
     return torch.linalg.vector_norm(weight, dim=tuple(range(1, weight.ndim)), keepdim=True, dtype=dtype)
@@ -43,26 +43,27 @@ def add_filter_noise(params: list[Tensor], seed: int | torch.Generator, gamma: f
 
 
 class RWP(OffsetOptimizer):
-    """Random weight perturbation around any base optimizer. One evaluation a step, or two with α < 1.
+    """Random weight perturbation around any base optimizer. One evaluation per step, or two with α < 1.
 
     With a closure or without, in eval mode or train mode: see `OffsetOptimizer`. Train mode needs α = 1.
 
     Args:
         named_parameters, base: see `WrappedOptimizer`; names are not needed.
-        gamma: γ ≥ 0, the noise's standard deviation over the norm of the filter; 0 is the base optimizer.
+        gamma: γ ≥ 0, the noise's standard deviation divided by the filter's norm; 0 is the base optimizer.
         alpha: α in [0, 1], the weight of the perturbed loss; the authors use 0.5. 0 is the base optimizer.
-        seed: the offset of a step is a function of (`seed`, number of steps done), the parameters' layout
-            and the type of device; ranks with the same seed take the same offset.
+        seed: a step's offset is a function of (`seed`, number of steps done), the parameters' layout and the
+            type of device. Ranks with the same seed take the same offset.
 
     Attributes:
         steps_done: base steps so far.
 
     Raises:
-        InputError: a hyper-parameter out of range; `step()` without a closure, in eval mode or with α < 1; a
-            sparse gradient.
+        InputError: a hyper-parameter is out of range; `step` is called without a closure in eval mode or with α
+            < 1; a gradient is sparse.
     """
 
-    saved_attributes: ClassVar[tuple[str, ...]] = ("gamma", "alpha", *OffsetOptimizer.saved_attributes)
+    saved_attributes: ClassVar[tuple[str, ...]] = ("gamma", "alpha")
+    recordable = True
 
     def __init__(
         self,

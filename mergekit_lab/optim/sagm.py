@@ -2,8 +2,8 @@
 
 Wang, Zhang, Lei, Zhang: Sharpness-Aware Gradient Matching for Domain Generalization (CVPR 2023), section 3.2,
 algorithm 1: the sum of ∇L(θ) and the gradient at θ + ρ g/‖g‖ − α g. Reference implementation:
-Wang-pengfei/SAGM, `SAGM(adaptive=False)`, which takes the mean of the two gradients where the paper has their
-sum; so do we, and learning rates mean what they mean for the base.
+Wang-pengfei/SAGM, `SAGM(adaptive=False)`. It takes the mean of the two gradients instead of the sum, and so do
+we. So learning rates mean the same as for the base.
 
 Where we differ: as in sam.py.
 """
@@ -25,9 +25,10 @@ def sagm_perturbation(grads: list[Tensor], rho: Setting, alpha: Setting) -> list
 
 
 class SAGM(AscentOptimizer):
-    """Sharpness-aware gradient matching around any base optimizer. Two evaluations a step, both of which count.
+    """Sharpness-aware gradient matching around any base optimizer. Two evaluations per step, and both gradients
+    are used.
 
-    Extra memory, beside SAM's: the first gradients.
+    Extra memory: SAM's, and the first gradients.
 
     Args:
         named_parameters, base: see `WrappedOptimizer`; names are not needed.
@@ -38,10 +39,10 @@ class SAGM(AscentOptimizer):
         InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
     """
 
-    saved_attributes: ClassVar[tuple[str, ...]] = ("rho", "alpha")
+    saved_attributes: ClassVar[tuple[str, ...]] = ("alpha",)
     group_settings: ClassVar[tuple[str, ...]] = saved_attributes
     takes_sharded = True
-    mixes_gradients = True
+    recordable = True
 
     def __init__(
         self, named_parameters: Parameters, base: BaseOptimizer, rho: float = 0.05, alpha: float = 1e-3

@@ -1,11 +1,11 @@
-"""SAM: step with the gradient taken where the loss, to first order, is worst within a ball of radius ρ.
+"""SAM: step with the gradient taken where the loss is worst, to first order, within a ball of radius ρ.
 
 Foret, Kleiner, Mobahi, Neyshabur: Sharpness-Aware Minimization for Efficiently Improving Generalization
 (ICLR 2021), section 2, algorithm 1, p = 2. Reference implementation: davda54/sam, `SAM(adaptive=False)`.
 
-Where we differ: θ comes back from a copy in every precision, gradients are dropped between the two
-evaluations, and norms of low-precision gradients are taken in float32. `ascent_fraction` is our name for the
-cheaper ascent on a part of the batch; `sync_ascent=False` is the paper's m-SAM with one m a rank.
+Where we differ: θ is restored from a copy in every precision. Gradients are dropped between the two
+evaluations. Norms of low-precision gradients are computed in float32. `ascent_fraction` is our name for the
+cheaper ascent on a part of the batch. `sync_ascent=False` is the paper's m-SAM with one m per rank.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ def sam_perturbation(grads: Sequence[Tensor], rho: Setting) -> list[Tensor]:
     """e = ρ g / (‖g‖ + 1e-12), ‖g‖ over all tensors together; zero gradients give e = 0.
 
     Args:
-        grads: gradients of any shapes, 0-d included; left as they are.
-        rho: radius of the ball, in units of the weights' L2 norm; one number, or one for each gradient. A
-            negative one goes down.
+        grads: gradients of any shapes, 0-d included. They are not changed.
+        rho: radius of the ball, in units of the weights' L2 norm. One number, or one per gradient. A negative
+            radius descends.
 
     Returns:
         One tensor per gradient, same shapes; ‖e‖ = |ρ|.
@@ -34,7 +34,7 @@ def sam_perturbation(grads: Sequence[Tensor], rho: Setting) -> list[Tensor]:
 
 
 class SAM(AscentOptimizer):
-    """Sharpness-aware minimization around any base optimizer. Two evaluations a step.
+    """Sharpness-aware minimization around any base optimizer. Two evaluations per step.
 
     Args:
         named_parameters, base: see `WrappedOptimizer`; names are not needed.
@@ -55,8 +55,9 @@ class SAM(AscentOptimizer):
         >>> loss = optimizer.step(closure)
     """
 
-    saved_attributes: ClassVar[tuple[str, ...]] = ("rho", "ascent_fraction", "sync_ascent")
+    saved_attributes: ClassVar[tuple[str, ...]] = ("ascent_fraction", "sync_ascent")
     takes_sharded = True
+    recordable = True
 
     def __init__(
         self,

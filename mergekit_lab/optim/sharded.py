@@ -1,6 +1,6 @@
-"""Parameters that FSDP2 has spread over processes: their local parts, and norms over all of them.
+"""Parameters sharded over processes by FSDP2: their local parts, and norms over all parts.
 
-A sharded tensor (`torch.distributed.tensor.DTensor`) is known here by its `to_local`, because importing its
+A sharded tensor (`torch.distributed.tensor.DTensor`) is recognized by its `to_local`, because importing its
 class takes as long as importing torch.
 """
 
@@ -14,22 +14,25 @@ _WHOLE = (Tensor, torch.nn.Parameter)
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this process holds only a part of `tensor`, or one of several copies."""
+    """Whether `tensor` is spread over processes, in parts or copies."""
     return type(tensor) not in _WHOLE and hasattr(tensor, "to_local")
 
 
 def take_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """This process's part of each tensor, sharing its memory (under `no_grad`); plain tensors as they are."""
+    """This process's part of each tensor, sharing its memory (under `no_grad`). Plain tensors are returned as
+    they are.
+    """
     return [take_part(t) for t in tensors]
 
 
 def take_part(tensor: Tensor) -> Tensor:
-    """This process's part of `tensor`; a plain tensor as it is."""
+    """This process's part of `tensor`. A plain tensor is returned as it is."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def take_part_like(full: Tensor, like: Tensor) -> Tensor:
-    """The part of `full` that this process holds of `like`, which has the same shape. No communication.
+    """The part of `full` that this process holds of `like`, which has the same shape. It needs no
+    communication.
 
     Every process must bring the same `full`.
     """
@@ -37,7 +40,8 @@ def take_part_like(full: Tensor, like: Tensor) -> Tensor:
 
 
 def spread_like(full: Tensor, like: Tensor) -> Tensor:
-    """`full` sharded as `like` is, which has the same shape; as it is if `like` is whole. No communication.
+    """Shard `full` as `like` is sharded, which has the same shape. If `like` is whole, return `full`. It needs
+    no communication.
 
     Every process must bring the same `full`.
     """
@@ -49,10 +53,11 @@ def spread_like(full: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(full.to(of.device), of.device_mesh, of.placements, src_data_rank=None)
 
 
-def first_entry(tensor: Tensor) -> int | None:
-    """Where this process's part of `tensor` begins among all its entries; None if it is not one run of them.
+def find_first_entry(tensor: Tensor) -> int | None:
+    """The index of the first entry of this process's part in the whole tensor. None if the part is not
+    contiguous.
 
-    0 for a plain tensor.
+    It is 0 for a plain tensor.
     """
     if not is_sharded(tensor):
         return 0 if tensor.is_contiguous() else None
@@ -73,12 +78,11 @@ def first_entry(tensor: Tensor) -> int | None:
 def global_norm(tensors: Sequence[Tensor]) -> Any:
     """The L2 norm over all entries of all `tensors` together (any shapes, devices and floating dtypes).
 
-    Low precisions are accumulated in float32: squares of ordinary gradients underflow in float16. Sharded
-    tensors count with all their parts, so every process of their mesh must call this.
+    Low precisions are accumulated in float32, because squares of ordinary gradients underflow in float16.
+    Sharded tensors count with all their parts, so every process of their mesh must call this.
 
     Returns:
-        A tensor without dimensions, which nobody need wait for, where all are whole and on one device; else a
-        number.
+        A 0-d tensor, without waiting for the device, if all tensors are whole and on one device; else a number.
     """
     wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     norms = list(torch._foreach_norm(take_parts(tensors), 2, wide))

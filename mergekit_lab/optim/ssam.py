@@ -1,4 +1,4 @@
-"""Sparse SAM: SAM that moves only the weights a mask chooses, those that matter or a changing random set.
+"""Sparse SAM: SAM that moves only weights in a mask, chosen by importance or by a changing random set.
 
 Mi, Shen, Ren, Zhou, Sun, Ji, Tao: Make Sharpness-Aware Minimization Stronger: A Sparsified Perturbation
 Approach (NeurIPS 2022), section 3.3, algorithms 1 to 3. Reference implementation:
@@ -6,17 +6,16 @@ Mi-Peng/Sparse-Sharpness-Aware-Minimization, `SSAMF` and `SSAMD` with drop_strat
 growth_strategy="random".
 
 - `SSAMF` chooses the entries with the largest empirical Fisher information.
-- `SSAMD` starts from a random choice. From time to time it drops the entries with the smallest gradient and
-  takes as many others at random; it does so less and less, after half a cosine.
+- `SSAMD` starts from a random choice. Every few steps it replaces the entries with the smallest gradient by as
+  many random others. The share that it replaces decays by half a cosine.
 
 The norm in ρ g / ‖g‖ is that of the whole gradient, as in their code: masked perturbations are shorter than ρ.
 
-Where we differ: masks are renewed by steps, not epochs. `SSAMF` estimates the Fisher information from the
-gradients that it computes anyway, squared and summed over the steps between two masks, where the authors run
-the model on single samples: a sum of squared batch gradients orders the entries alike where batch gradients
-are mostly noise. Give it single-sample estimates by `use_fisher`. The random choices of `SSAMD` are a
-function of (seed, step). The number of chosen entries is exact and ties go to the first. Otherwise as in
-sam.py.
+Where we differ: masks are renewed by steps, not epochs. `SSAMF` estimates the Fisher information by summing the
+squares of the gradients that it computes anyway, between two masks. The authors run the model on single
+samples. Both order entries alike if batch gradients are mostly noise. `use_fisher` takes single-sample
+estimates. The random choices of `SSAMD` are a function of (seed, step). The number of chosen entries is exact,
+and ties go to the first. Otherwise as in sam.py.
 """
 
 import math
@@ -31,12 +30,12 @@ from mergekit_lab.optim.ascent import AscentOptimizer
 from mergekit_lab.optim.checks import require_integer, require_number
 from mergekit_lab.optim.noise import hash_bits, sample
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
-from mergekit_lab.optim.precision import at_least_float32
+from mergekit_lab.optim.precision import widen
 from mergekit_lab.optim.sam import sam_perturbation
 
 
-def largest(scores: Tensor, count: int) -> Tensor:
-    """Bool `[N]`: the `count` largest of `scores` `[N]`; of equal ones the first."""
+def select_largest(scores: Tensor, count: int) -> Tensor:
+    """Select the `count` largest of `scores` `[N]` as bool `[N]`. Ties go to the first."""
     if count == 0:
         return torch.zeros_like(scores, dtype=torch.bool)
     threshold = scores.kthvalue(scores.numel() - count + 1).values
@@ -47,25 +46,25 @@ def largest(scores: Tensor, count: int) -> Tensor:
 
 
 def exchange(mask: Tensor, drop: Tensor, grow: Tensor, rate: float) -> Tensor:
-    """`mask` with part of its entries exchanged for as many others.
+    """Replace part of a mask's chosen entries by as many others.
 
     Args:
         mask: bool `[N]`.
-        drop: `[N]`; the chosen entries with the smallest values go.
-        grow: `[N]`; of the others those with the largest values come.
-        rate: which part of the chosen entries goes, in [0, 1]; no more than there are others.
+        drop: `[N]`. Chosen entries with the smallest values are dropped.
+        grow: `[N]`. Of the others, those with the largest values are added.
+        rate: part of the chosen entries to drop, in [0, 1]; at most as many as there are others.
     """
     chosen = int(mask.sum())
     going = int(min(chosen * rate, mask.numel() - chosen))
-    stays = largest(drop.masked_fill(~mask, -math.inf), chosen - going)
-    comes = largest(grow.masked_fill(mask, -math.inf), going)
+    stays = select_largest(drop.masked_fill(~mask, -math.inf), chosen - going)
+    comes = select_largest(grow.masked_fill(mask, -math.inf), going)
     return stays | comes
 
 
 class SparseAscent(AscentOptimizer):
-    """What `SSAMF` and `SSAMD` share: a mask over all parameters together, renewed every few steps."""
+    """The base of `SSAMF` and `SSAMD`: a mask over all parameters together, renewed every few steps."""
 
-    saved_attributes: ClassVar[tuple[str, ...]] = ("rho", "sparsity", "every", "steps_done")
+    saved_attributes: ClassVar[tuple[str, ...]] = ("sparsity", "every", "steps_done")
     saved_tensors: ClassVar[tuple[str, ...]] = ("mask",)
     mask: dict[Tensor, Tensor]
 
@@ -83,13 +82,13 @@ class SparseAscent(AscentOptimizer):
         require_integer("every", self.every, minimum=1)
 
     def perturb_masked(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-        """SAM's perturbation where the mask is set, 0 elsewhere."""
-        shift = sam_perturbation(at_least_float32(grads), self.setting("rho", params, signed=True))
+        """SAM's perturbation inside the mask, 0 outside."""
+        shift = sam_perturbation(widen(grads), self.setting("rho", params, signed=True))
         torch._foreach_mul_(shift, [self.mask[p].to(e.dtype) for p, e in zip(params, shift, strict=True)])
         return shift
 
     def set_mask(self, params: list[Tensor], chosen: Tensor) -> None:
-        """Take bool `chosen` `[N]`, all entries of `params` in order, as the mask of `params`."""
+        """Set the mask of `params` to bool `chosen` `[N]`, over all entries of `params` in order."""
         pieces = chosen.split([p.numel() for p in params])
         for p, piece in zip(params, pieces, strict=True):
             if p in self.mask:
@@ -107,23 +106,24 @@ class SparseAscent(AscentOptimizer):
 
 
 class SSAMF(SparseAscent):
-    """Sparse SAM with a Fisher mask around any base optimizer. Two evaluations a step.
+    """Sparse SAM with a Fisher mask around any base optimizer. Two evaluations per step.
 
-    Extra memory, beside SAM's: a mask, and the sum of squared gradients.
+    Extra memory: SAM's, a mask, and the sum of squared gradients.
 
     Args:
-        named_parameters, base: see `WrappedOptimizer`; names are needed by `use_fisher` only.
-        rho: radius ρ ≥ 0 of the ball that the mask cuts; 0 is the base optimizer.
-        sparsity: part of all entries, in [0, 1], that is never moved; 0 is SAM, 1 the base optimizer at twice
+        named_parameters, base: see `WrappedOptimizer`; only `use_fisher` needs names.
+        rho: radius ρ ≥ 0 of the ball, before masking; 0 is the base optimizer.
+        sparsity: part of all entries that is not moved, in [0, 1]; 0 is SAM, 1 the base optimizer at twice
             its cost.
-        every: steps ≥ 1 between two masks. The first mask is made of the first gradient.
+        every: steps ≥ 1 between two masks. The first mask is made from the first gradient.
 
     Raises:
         InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
     """
 
-    saved_attributes: ClassVar[tuple[str, ...]] = (*SparseAscent.saved_attributes, "external_fisher")
-    saved_tensors: ClassVar[tuple[str, ...]] = ("mask", "squares")
+    saved_attributes: ClassVar[tuple[str, ...]] = ("external_fisher",)
+    saved_tensors: ClassVar[tuple[str, ...]] = ("squares",)
+    recordable = True
     squares: dict[Tensor, Tensor]
 
     def __init__(
@@ -138,13 +138,13 @@ class SSAMF(SparseAscent):
         super().__init__(named_parameters, base, rho, sparsity, every)
 
     def use_fisher(self, fisher: Mapping[str, Tensor]) -> None:
-        """Mask by this empirical Fisher diagonal, until it is given another; none is estimated any more.
+        """Mask by this empirical Fisher diagonal from now on, instead of estimating one.
 
         Args:
-            fisher: entries ≥ 0 by parameter name, of the parameters' shapes; further names are left alone.
+            fisher: entries ≥ 0 by parameter name, with the parameters' shapes. Other names are ignored.
 
         Raises:
-            InputError: parameters without names, or names or shapes that `fisher` has not.
+            InputError: parameters have no names, or `fisher` lacks a name or has another shape.
         """
         names = self.names
         if not names:
@@ -158,7 +158,7 @@ class SSAMF(SparseAscent):
 
     def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         if not self.external_fisher:
-            self._estimate(params, at_least_float32(grads))
+            self._estimate(params, widen(grads))
         self.steps_done += 1
         return self.perturb_masked(params, grads)
 
@@ -172,34 +172,30 @@ class SSAMF(SparseAscent):
 
     def _renew(self, params: list[Tensor], fisher: list[Tensor]) -> None:
         scores = torch.cat([f.flatten().to(fisher[0].device) for f in fisher])
-        self.set_mask(params, largest(scores, int(scores.numel() * (1 - self.sparsity))))
+        self.set_mask(params, select_largest(scores, int(scores.numel() * (1 - self.sparsity))))
 
 
 class SSAMD(SparseAscent):
-    """Sparse SAM with a dynamic mask around any base optimizer. Two evaluations a step.
+    """Sparse SAM with a dynamic mask around any base optimizer. Two evaluations per step.
 
-    Extra memory, beside SAM's: a mask.
+    Extra memory: SAM's, and a mask.
 
     Args:
         named_parameters, base: see `WrappedOptimizer`; names are not needed.
-        steps: how many steps are planned, ≥ 1; at their end the mask stops changing.
-        rho: radius ρ ≥ 0 of the ball that the mask cuts; 0 is the base optimizer.
-        sparsity: part of all entries, in [0, 1], that is not moved; 0 is SAM, 1 the base optimizer at twice
+        steps: number of planned steps, ≥ 1. At their end the mask stops changing.
+        rho: radius ρ ≥ 0 of the ball, before masking; 0 is the base optimizer.
+        sparsity: part of all entries that is not moved, in [0, 1]; 0 is SAM, 1 the base optimizer at twice
             its cost.
-        drop_rate: part of the mask, in [0, 1], that the first renewal exchanges.
-        every: steps ≥ 1 between two renewals, the first of which follows the first perturbation.
+        drop_rate: part of the mask that the first renewal replaces, in [0, 1].
+        every: steps ≥ 1 between two renewals. The first follows the first perturbation.
         seed: draws the random choices.
 
     Raises:
         InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
     """
 
-    saved_attributes: ClassVar[tuple[str, ...]] = (
-        *SparseAscent.saved_attributes,
-        "steps",
-        "drop_rate",
-        "seed",
-    )
+    saved_attributes: ClassVar[tuple[str, ...]] = ("steps", "drop_rate", "seed")
+    recordable = True
 
     def __init__(
         self,
@@ -225,19 +221,21 @@ class SSAMD(SparseAscent):
 
     def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         if any(p not in self.mask for p in params):
-            scores = self._random(params, "mask")
-            self.set_mask(params, largest(scores, scores.numel() - math.ceil(scores.numel() * self.sparsity)))
+            scores = self._draw_like(params, "mask")
+            self.set_mask(
+                params, select_largest(scores, scores.numel() - math.ceil(scores.numel() * self.sparsity))
+            )
         shift = self.perturb_masked(params, grads)
         if self.steps_done % self.every == 0:
             mask = torch.cat([self.mask[p].flatten().to(params[0].device) for p in params])
-            sizes = torch.cat([g.abs().flatten().to(mask.device) for g in at_least_float32(grads)])
+            sizes = torch.cat([g.abs().flatten().to(mask.device) for g in widen(grads)])
             part = min(1.0, self.steps_done / self.steps)
             rate = self.drop_rate * (1 + math.cos(math.pi * part)) / 2
-            self.set_mask(params, exchange(mask, sizes, self._random(params, "growth"), rate))
+            self.set_mask(params, exchange(mask, sizes, self._draw_like(params, "growth"), rate))
         self.steps_done += 1
         return shift
 
-    def _random(self, params: list[Tensor], what: str) -> Tensor:
+    def _draw_like(self, params: list[Tensor], what: str) -> Tensor:
         generator = torch.Generator(params[0].device).manual_seed(hash_bits(self.seed, self.steps_done, what))
         count = sum(p.numel() for p in params)
         return sample(count, generator, torch.float32, distribution="gaussian", loc=0.0, scale=1.0)

@@ -1,11 +1,11 @@
-"""SWA: step as the base does, keep the average of the weights passed through.
+"""SWA: step as the base does, and keep the average of the weights over steps.
 
 Izmailov, Podoprikhin, Garipov, Vetrov, Wilson: Averaging Weights Leads to Wider Optima and Better
 Generalization (UAI 2018), section 3.1, algorithm 1. Reference implementations: timgaripov/swa and
 `torch.optim.swa_utils`, whose running mean this is.
 
-Where we differ: averaging goes by steps, not epochs; the learning rate is the schedule's own, and a schedule
-that ends at 0 makes the last weights count most. The average is kept in float32 at least.
+Where we differ: averaging counts steps, not epochs. The learning rate stays the schedule's; if it ends at 0,
+the last weights count most. The average is float32 or wider.
 """
 
 from mergekit_lab.optim.averaging import Averaging
@@ -13,20 +13,22 @@ from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
 
 
 class SWA(Averaging):
-    """Stochastic weight averaging around any base optimizer. One evaluation a step.
+    """Stochastic weight averaging around any base optimizer. One evaluation per step.
 
-    In eval mode, where it starts, the weights between steps are the average; see `Averaging`.
+    It starts in eval mode, where the weights between steps are the average; see `Averaging`.
 
     Args:
         named_parameters, base: see `WrappedOptimizer`; names are not needed.
-        steps: how many steps are planned, ≥ 1.
-        start: part of `steps`, in [0, 1], before the first average. The authors start at 0.75.
+        steps: number of planned steps, ≥ 1.
+        start: part of `steps` before averaging starts, in [0, 1]. The authors start at 0.75.
         every: steps ≥ 1 between two weights that are averaged.
 
     Raises:
-        InputError: a hyper-parameter out of range; `step()` in eval mode without a closure; a sparse
-            gradient.
+        InputError: a hyper-parameter is out of range; `step` is called in eval mode without a closure; a
+            gradient is sparse.
     """
+
+    recordable = True
 
     def __init__(
         self, named_parameters: Parameters, base: BaseOptimizer, steps: int, start: float = 0.75, every: int = 1

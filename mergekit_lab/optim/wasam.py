@@ -1,4 +1,4 @@
-"""WASAM: step as SAM does, keep the average of the weights passed through.
+"""WASAM: step as SAM does, and keep the average of the weights over steps.
 
 Kaddour, Liu, Silva, Kusner: When Do Flat Minima Optimizers Work? (NeurIPS 2022), section 3.3. Reference
 implementation: JeanKaddour/WASAM, `WASAM`.
@@ -6,23 +6,21 @@ implementation: JeanKaddour/WASAM, `WASAM`.
 Where we differ: as in sam.py and swa.py.
 """
 
-from typing import ClassVar
-
 from mergekit_lab.optim.averaging import Averaging
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
 from mergekit_lab.optim.sam import SAM
 
 
 class WASAM(Averaging, SAM):
-    """SAM with averaged weights around any base optimizer. Two evaluations a step.
+    """SAM with averaged weights around any base optimizer. Two evaluations per step.
 
-    In eval mode, where it starts, the weights between steps are the average; see `Averaging`.
+    It starts in eval mode, where the weights between steps are the average; see `Averaging`.
 
     Args:
         named_parameters, base: see `WrappedOptimizer`; names are not needed.
-        steps: how many steps are planned, ≥ 1.
+        steps: number of planned steps, ≥ 1.
         rho: radius ρ ≥ 0 of SAM's ball; 0 is SWA.
-        start: part of `steps`, in [0, 1], before the first average.
+        start: part of `steps` before averaging starts, in [0, 1].
         every: steps ≥ 1 between two weights that are averaged.
         ascent_fraction, sync_ascent: see `AscentOptimizer`.
 
@@ -30,7 +28,7 @@ class WASAM(Averaging, SAM):
         InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
     """
 
-    saved_attributes: ClassVar[tuple[str, ...]] = (*SAM.saved_attributes, *Averaging.saved_attributes)
+    recordable = True
 
     def __init__(
         self,

@@ -7,143 +7,76 @@ that says where the weights go: of `AscentOptimizer` (ascent.py) if a first grad
 Legend: θ the weights the base optimizer updates; P their number of entries.
 """
 
-import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.optim import Optimizer
 
 from mergekit_lab.errors import InputError, listing
-from mergekit_lab.optim.checks import require_number
-from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, build, describe, split_names
+from mergekit_lab.optim.capturable import ReplayState
+from mergekit_lab.optim.group_settings import GroupSettings
+from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, build, describe, split_names
 from mergekit_lab.optim.precision import like_parameter
-from mergekit_lab.optim.sharded import is_sharded, take_part, take_parts
+from mergekit_lab.optim.saved_weights import SavedWeights
+from mergekit_lab.optim.sharded import is_sharded, take_part
 
 Closure = Callable[[], Any]
-Mix = Callable[[list[Tensor], list[Tensor], list[Tensor]], Sequence[Tensor]]
 
 STATE_KEY = "wrapper"
 
 
-class SavedWeights:
-    """A copy of θ while a method has moved the weights; its memory is kept for the next time.
-
-    To allocate a tensor a parameter in every step costs more than the copying where a GPU waits for its CPU.
-
-    Changed in place only: Lightning hands out a stand-in whose attributes are not the optimizer's own, and a
-    method called on it must still reach this copy.
-    """
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[list[Tensor], list[Tensor]]] = []
-        self._memory: dict[Tensor, Tensor] = {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SavedWeights":
-        copied = SavedWeights()
-        copied._kept = deepcopy(self._kept, memo)
-        return copied
-
-    @property
-    def held(self) -> bool:
-        """Whether the weights are away from θ."""
-        return bool(self._kept)
-
-    def save(self, params: list[Tensor], copy: bool = True) -> list[Tensor]:
-        """Copy `params`, and return the copies (same shapes, dtypes and devices).
-
-        Without `copy` they hold anything, and the caller fills them before `restore` is called.
-        """
-        copies = [p.detach().clone() for p in params] if self._kept else self.refill(params, copy)
-        self._kept.append((list(params), copies))
-        return copies
-
-    def refill(self, params: list[Tensor], copy: bool = True) -> list[Tensor]:
-        """Copies of `params` in the memory that is kept, which are not put back by `restore`."""
-        memory = self._memory
-        if len(memory) != len(params) or not all(p in memory and _fits(memory[p], p) for p in params):
-            memory.clear()
-            memory.update({p: p.detach().clone() for p in params})
-        elif params and copy:
-            torch._foreach_copy_(take_parts(list(memory.values())), take_parts([p.detach() for p in memory]))
-        return [memory[p] for p in params]
-
-    def release(self) -> None:
-        """Let go of the memory that is kept for the next time."""
-        self._memory.clear()
-
-    def restore(self) -> None:
-        """Put the copies back, bit for bit. Does nothing when none is held."""
-        while self._kept:
-            params, copies = self._kept.pop()
-            if params:
-                torch._foreach_copy_(take_parts(params), take_parts(copies))
-
-
-@dataclass(frozen=True)
-class ReplayState:
-    """Where a recorded step finds what the host decides of it.
-
-    Attributes:
-        generator: of random numbers, seeded anew for every step; a graph must register it.
-        seed: the same seed, int64, for kernels of our own.
-        factor: on what the step adds or mixes, a tensor without dimensions.
-    """
-
-    generator: torch.Generator
-    seed: Tensor
-    factor: Tensor
-
-
-def _fits(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
-
-
-class WrappedOptimizer(Optimizer):
-    """A torch optimizer that steps by means of another one.
+class WrappedOptimizer(GroupSettings):
+    """A torch optimizer around a base optimizer.
 
     `param_groups`, `state` and `defaults` are the base optimizer's own objects, so learning-rate schedulers,
-    loggers and gradient scalers act on the base. `base` is called once a step, from θ, with the gradient that
-    the weights follow: a hook on `optimizer.base` is where to clip or log that gradient.
+    loggers and gradient scalers act on the base. The base steps once per step, from θ. To clip or log the
+    gradient that it uses, add a hook to `optimizer.base`.
 
-    A subclass sets its hyper-parameters and then calls this constructor, names in `saved_attributes` those
-    that belong in a checkpoint (plain types) and in `saved_tensors` its tensors by parameter, checks them in
-    `validate`, and writes `update`. Hyper-parameters named in `group_settings` may differ between groups of
-    parameters, as a base optimizer's do; it reads them with `setting`.
+    A subclass sets its hyper-parameters, then calls this constructor, which calls `validate`. It implements
+    `update`. `saved_attributes` names the hyper-parameters that belong in a checkpoint (plain types), and
+    `saved_tensors` its tensors by parameter. Those named in `group_settings` may differ between groups of
+    parameters, and are read with `setting`. These three lists add to the parents' lists.
 
     Args:
-        named_parameters: what to optimize: `(name, tensor)` pairs, tensors, or groups as torch takes them,
-            whose "params" hold either. Name all of them or none. Real floating tensors only, each once.
-            Groups may have settings of the base, and those of this optimizer that `group_settings` names. An
-            option that the base has too, such as Adadelta's `rho`, is the base's.
-        base: called once with the same parameters or groups, without names; returns the optimizer that
-            updates θ, e.g. `functools.partial(torch.optim.AdamW, lr=1e-5)`.
+        named_parameters: `(name, tensor)` pairs, tensors, or groups as in torch, whose "params" hold either.
+            Name all of them or none. Only real floating tensors, each once. Groups may have settings of the
+            base, and those of this optimizer in `group_settings`. An option that the base has too, such as
+            Adadelta's `rho`, is the base's.
+        base: makes the optimizer that updates θ, e.g. `functools.partial(torch.optim.AdamW, lr=1e-5)`. It is
+            called once with the same parameters or groups, without names.
 
     Attributes:
-        evaluations_per_step: how often a step calls its closure, at most.
-        drops_gradients: whether a step with a closure first drops the gradients that are there.
-        evaluation: which call of the closure in a step this is, from 0. Metrics count each batch once if
-            they are updated in evaluation 0 only.
-        batch_fraction: the part (0, 1] of its batch that the closure may confine itself to.
-        stays_in_train_mode: whether `step` in train mode goes on to the next point. Set it to False in a
-            loop that calls `train()` before every forward pass: `step` then ends as `eval()` does.
+        evaluations_per_step: the most calls of the closure in a step.
+        drops_gradients: whether a step with a closure first drops existing gradients.
+        evaluation: the index of the current call of the closure in its step. Metrics updated only in evaluation
+            0 count each batch once.
+        batch_fraction: the part of its batch that the closure may use, in (0, 1].
+        stays_in_train_mode: whether `step` in train mode moves to the next point. Set it to False in a loop
+            that calls `train()` before every forward pass: `step` then ends as `eval()` does.
 
     Raises:
-        InputError: the parameters or `base` are none of these, or sharded and this method needs them whole.
+        InputError: the parameters or `base` are none of these, or parameters are sharded and this method needs
+            them whole.
     """
 
-    saved_attributes: ClassVar[tuple[str, ...]] = ()
     saved_tensors: ClassVar[tuple[str, ...]] = ()
-    group_settings: ClassVar[tuple[str, ...]] = ()
     takes_sharded: ClassVar[bool] = False
+    recordable: ClassVar[bool] = False
+    """Whether a step of this very class may be recorded in a CUDA graph: `plan` then tells apart what the host
+    decides of it. A subclass does not inherit it, and runs as written until it says so itself."""
     evaluations_per_step: int = 1
     drops_gradients: bool = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in ("saved_attributes", "saved_tensors", "group_settings"):
+            listed = [each for kind in reversed(cls.__mro__) for each in vars(kind).get(name, ())]
+            setattr(cls, name, tuple(dict.fromkeys(listed)))
+        cls.recordable = vars(cls).get("recordable", False)
 
     def __init__(self, named_parameters: Parameters, base: BaseOptimizer) -> None:
         plain, names = split_names(named_parameters)
@@ -188,64 +121,6 @@ class WrappedOptimizer(Optimizer):
                 "of each: train with DistributedDataParallel, or take SAM, ASAM, FriendlySAM, PGN, SAGM, "
                 "WASAM, SWA or MergOPT"
             )
-
-    def refuse_group_settings(self) -> None:
-        """Raise `InputError` if a group has a setting of its own that holds for all parameters together."""
-        common = {*self.saved_attributes} - {*self.group_settings} - self.base.defaults.keys()
-        for number, group in enumerate(self.param_groups):
-            if odd := common & group.keys():
-                name, may = type(self).__name__, listing(self.group_settings) or "none of its own"
-                raise InputError(
-                    f"group {number} of the parameters has {listing(odd)}, which is one for all groups (in "
-                    f"{name} a group may have {may}): pass it to {name} itself"
-                )
-
-    def group_values(self, name: str) -> list[Any]:
-        """What each group has of a setting: its own, or this optimizer's."""
-        common: Any = getattr(self, name)
-        if name in self.base.defaults or name not in self.group_settings:
-            return [common for _ in self.param_groups]
-        return [group.get(name, common) for group in self.param_groups]
-
-    def require_number(self, name: str, minimum: float = -math.inf, maximum: float = math.inf) -> None:
-        """Raise `InputError` unless a setting is a number in range, in every group."""
-        common = getattr(self, name)
-        require_number(name, common, minimum, maximum)
-        for number, value in enumerate(self.group_values(name)):
-            if value is not common:
-                require_number(f"{name} of group {number}", value, minimum, maximum)
-
-    def setting(self, name: str, params: Sequence[Tensor], *, signed: bool = False) -> Setting:
-        """A setting of `params`: one number, or a list with one for each where groups differ.
-
-        Args:
-            name: of the attribute.
-            params: whose.
-            signed: negative where the base maximizes the loss, so that what goes up a loss goes down.
-        """
-        values = self.group_values(name)
-        if signed:
-            groups = zip(self.param_groups, values, strict=True)
-            values = [-value if group.get("maximize") else value for group, value in groups]
-        if all(value == values[0] for value in values):
-            return values[0]
-        groups = zip(self.param_groups, values, strict=True)
-        by_parameter = {p: value for group, value in groups for p in group["params"]}
-        return [by_parameter[p] for p in params]
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """Every parameter, in the order of the groups."""
-        return [p for group in self.param_groups for p in group["params"]]
-
-    @property
-    def names(self) -> dict[Tensor, str]:
-        """The name of each parameter; empty if they came without names."""
-        return {
-            p: name
-            for group in self.param_groups
-            for p, name in zip(group["params"], group.get("param_names", ()), strict=False)
-        }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, named if the others are, to the base optimizer."""
@@ -308,7 +183,7 @@ class WrappedOptimizer(Optimizer):
     @property
     def replayable(self) -> bool:
         """Whether any step can be recorded and replayed."""
-        return True
+        return self.recordable
 
     def plan(self) -> Hashable:
         """What decides the course of the coming step beside tensors: steps of one plan launch the same kernels
@@ -525,15 +400,3 @@ class WrappedOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """What pickle and deepcopy keep: all but hooks and a scheduler's patched `step`, as in torch."""
         return {k: v for k, v in self.__dict__.items() if k != "step" and not k.startswith("_optimizer_")}
-
-
-def mix_gradients(first: dict[Tensor, Tensor], mix: Mix) -> None:
-    """Replace gradients by `mix(params, first, second)`, where `second` are those that parameters have now.
-
-    Parameters that have none now, or are not in `first`, are left alone.
-    """
-    both = [p for p in first if p.grad is not None]
-    if both:
-        second = [p.grad for p in both if p.grad is not None]
-        for p, g in zip(both, mix(both, [first[p] for p in both], second), strict=True):
-            p.grad = g

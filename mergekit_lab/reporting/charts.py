@@ -63,7 +63,7 @@ def save_charts(picture: Path, title: str, charts: Sequence[Chart]) -> None:
 
 
 def load_charts(picture: Path) -> Chart | None:
-    """What `save_charts` wrote beside a picture; None where there is nothing, or nothing that can be drawn."""
+    """Load what `save_charts` wrote next to a picture; None if there is nothing to draw."""
     try:
         chart = json.loads(picture.with_suffix(SUFFIX).read_text(encoding="utf-8"))
         drawable = all(isinstance(panel, dict) for panel in chart["concat"])
@@ -140,14 +140,14 @@ def chart_bars(table: Table, group: tuple[str, ...], title: str) -> Chart:
             "tooltip": _tooltip(reference="model", value="average"),
         },
     }  # fmt: skip
-    place = {
+    encoding = {
         "x": {"field": "high", "type": "quantitative"},
         "y": y,
         "yOffset": offset,
         "text": {"field": "text"},
     }
     numbers: list[Chart] = [
-        {"mark": {"type": "text", "align": "left", "dx": 4, **halo}, "encoding": place}
+        {"mark": {"type": "text", "align": "left", "dx": 4, **halo}, "encoding": encoding}
         for halo in ({"stroke": "white", "strokeWidth": 4}, {})
     ]
     layers = [*bars, *([lines] if references else []), *numbers]
@@ -210,7 +210,7 @@ def _cells(
     tooltip: Sequence[Chart],
 ) -> Chart:  # fmt: skip
     order = {axis: list(dict.fromkeys(value[axis] for value in values)) for axis in (x, y)}
-    places = {
+    encoding = {
         "x": {"field": x, "type": "nominal", "sort": order[x], "title": None, "axis": {"labelAngle": -35}},
         "y": {"field": y, "type": "nominal", "sort": order[y], "title": None},
     }
@@ -225,7 +225,7 @@ def _cells(
             "data": {"values": list(values)},
             "height": height,
             "usermeta": {"minimum": 130 + _CELL * columns},
-            "encoding": places,
+            "encoding": encoding,
             "layer": [
                 {
                     "mark": {"type": "rect", "stroke": "white", "invalid": "show"},

@@ -45,7 +45,7 @@ class CrossTable:
     """Rows and columns of models that no merger made: they are never marked."""
 
     def sheet(self, name: Callable[[str], str] = display_name) -> Sheet:
-        """The table to write; `name` gives what stands for a merger's label."""
+        """The table to write; `name` returns a merger's display name."""
         shown = [name if dimension == "merger" else str for dimension in self.dimensions]
         lines = tuple(
             Line((shown[0](row),), cells, reference=row in self.references)
@@ -59,7 +59,7 @@ class CrossTable:
 def cross_tabulate(records: Iterable[Record], table: str, measure: str = "normalized") -> CrossTable:
     """Two dimensions of the records of the test part (of the only part, where there is no test).
 
-    Shares of experts that differ in strength have the value itself beside them.
+    If experts differ in strength, shares are followed by values.
 
     Args:
         table: `rows×columns` (or `rows*columns`), each of `DIMENSIONS`, and `@dimension:value` for each that is
@@ -152,7 +152,7 @@ def parse_table(table: str, measure: str = "normalized") -> tuple[tuple[str, str
     if len(names) != 2 or names[0] == names[1]:
         raise InputError(f"table={table} must be two dimensions, rows×columns, of {', '.join(DIMENSIONS)}")
     if len(fixed) < len(pairs) or {*names} & {*fixed} or not all(fixed.values()):
-        raise InputError(f"table={table}: after @ stands another dimension, once, with its value: @merger:tsvm")
+        raise InputError(f"table={table}: after @ comes another dimension, once, with its value: @merger:tsvm")
     if measure not in MEASURES:
         raise InputError(f"metric is {measure!r}{suggestion(measure, MEASURES)}")
     return (names[0], names[1]), fixed

@@ -64,8 +64,8 @@ def add_legend(figure: "Figure", handles: Sequence[Any], labels: Sequence[str]) 
     figure.legend(handles, names, loc="outside lower center", ncols=math.ceil(len(names) / lines) or 1)
 
 
-def place_labels(axes: "Axes", places: Sequence[tuple[float, float, str]], **style: Any) -> None:
-    """Write names beside points, none over another name or point while there is room; call it last.
+def place_labels(axes: "Axes", points: Sequence[tuple[float, float, str]], **style: Any) -> None:
+    """Write names next to points without overlaps while there is room. Call it last.
 
     A name that has no room at its point stands farther off, at the end of a thin line.
     """
@@ -74,10 +74,10 @@ def place_labels(axes: "Axes", places: Sequence[tuple[float, float, str]], **sty
     axes.figure.draw_without_rendering()  # type: ignore[union-attr]
     inside = axes.get_window_extent()
     taken = []
-    for x, y, _ in places:
+    for x, y, _ in points:
         left, below = axes.transData.transform((x, y))
         taken.append(Bbox.from_bounds(left - 5, below - 5, 10, 10))
-    for x, y, text in places:
+    for x, y, text in points:
         best: tuple[int, Any, Any] | None = None
         for far in (1, 2, 3, 4):
             for across, up in ((1, 1), (-1, 1), (1, -1), (-1, -1), (0, 1), (0, -1)):
@@ -89,7 +89,7 @@ def place_labels(axes: "Axes", places: Sequence[tuple[float, float, str]], **sty
                     **style,
                 )  # fmt: skip
                 note.set_in_layout(False)
-                box = note.get_window_extent() if far == 1 else _measure(note)
+                box = note.get_window_extent() if far == 1 else measure(note)
                 outside = not (inside.contains(*box.min) and inside.contains(*box.max))
                 wrong = 2 * outside + sum(box.overlaps(other) for other in taken)
                 if best is None or wrong < best[0]:
@@ -106,7 +106,7 @@ def place_labels(axes: "Axes", places: Sequence[tuple[float, float, str]], **sty
         taken.append(best[2])
 
 
-def _measure(note: Any) -> Any:
+def measure(note: Any) -> Any:
     """Where an annotation's text stands, its line left out."""
     from matplotlib.text import Text
 
@@ -170,7 +170,7 @@ def open_figure(width: float, height: float) -> Iterator["Figure"]:
 
 
 def save(figure: "Figure", path: Path) -> Path:
-    """Write `path`, a PNG, and an SVG and a PDF beside it: the same bytes for the same figure.
+    """Write `path`, a PNG, with an SVG and a PDF: the same bytes for the same figure.
 
     These two are for papers, whose captions say what a figure shows, so they have no title.
     """

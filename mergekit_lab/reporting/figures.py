@@ -73,7 +73,7 @@ class Lines:
         looks = choose_looks(name for name in self.curves if name not in _REFERENCES)
         return {name: looks.get(name, REFERENCE) for name in self.curves}
 
-    def shown(self, name: str) -> str:
+    def label(self, name: str) -> str:
         """What a legend calls a curve."""
         return display_name(name) if self.mergers else name
 
@@ -160,10 +160,10 @@ def _chart(panel: Panel, grid: Any, names: tuple[str, str], box: Box | None, com
         return charts.chart_plane(panel.title, grid, names, panel.values, levels, panel.points, box)
     if isinstance(panel, Lines):
         return charts.chart_lines(
-            panel.title, panel.x, panel.y, {panel.shown(name): curve for name, curve in panel.curves.items()},
-            {panel.shown(name): look for name, look in panel.looks.items()}, labels=panel.labels,
+            panel.title, panel.x, panel.y, {panel.label(name): curve for name, curve in panel.curves.items()},
+            {panel.label(name): look for name, look in panel.looks.items()}, labels=panel.labels,
             logarithmic=panel.logarithmic and panel.positive, logarithmic_x=panel.logarithmic_x,
-            spreads={panel.shown(name): spread for name, spread in panel.spreads.items()},
+            spreads={panel.label(name): spread for name, spread in panel.spreads.items()},
         )  # fmt: skip
     return charts.chart_matrix(panel.title, panel.names, panel.values, panel.limits, panel.signed)
 
@@ -205,8 +205,8 @@ def _draw_plane(
     axes.set_aspect("equal")
     if panel.points:
         outline = withStroke(linewidth=2, foreground="black")
-        places = [(x, y, name) for name, (x, y) in panel.points.items()]
-        drawing.place_labels(axes, places, color="white", fontsize=8, path_effects=[outline])
+        points = [(x, y, name) for name, (x, y) in panel.points.items()]
+        drawing.place_labels(axes, points, color="white", fontsize=8, path_effects=[outline])
 
 
 def spread_levels(values: Sequence[float]) -> list[float]:
@@ -215,8 +215,8 @@ def spread_levels(values: Sequence[float]) -> list[float]:
     Values that are not finite do not count.
     """
     ordered = sorted(filter(math.isfinite, values)) or [0.0]
-    found = sorted({ordered[round(i * (len(ordered) - 1) / 14)] for i in range(15)})
-    return found if len(found) > 1 else [ordered[0], ordered[0] + 1.0]
+    levels = sorted({ordered[round(i * (len(ordered) - 1) / 14)] for i in range(15)})
+    return levels if len(levels) > 1 else [ordered[0], ordered[0] + 1.0]
 
 
 def _space_evenly(levels: Sequence[float]) -> Any:
@@ -231,7 +231,7 @@ def _draw_lines(axes: Axes, panel: Lines) -> None:
         look = looks[name].line | {"marker": "o" if len(x) <= _MARKED else ""}
         if panel.labels is not None:
             look["linestyle"] = ""  # names have no order that a line could follow
-        axes.plot(x, y, markersize=4, label=drawing.shorten(panel.shown(name)), **look)
+        axes.plot(x, y, markersize=4, label=drawing.shorten(panel.label(name)), **look)
         if name in panel.spreads:
             axes.errorbar(x, y, yerr=panel.spreads[name], fmt="none", color=looks[name].color, elinewidth=1.0,
                           capsize=2.0)  # fmt: skip

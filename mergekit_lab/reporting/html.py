@@ -1,18 +1,21 @@
 """`report.html`: one self-contained page, readable offline, on a phone, on paper, in light and in dark.
 
 Jinja2 makes it from `templates/` and escapes whatever comes from outside (names, errors, configuration); the
-scripts hold no data. A figure is a picture, in whose place a script draws the same with Vega-Lite, where the
-reader has scripts. The page's policy allows the scripts and the style that it holds, by their hashes, and no
-more: no request, and no text that becomes code.
+scripts hold no data. A figure is a picture. If the reader has scripts, Vega-Lite draws the same in its place.
+The page's policy allows the scripts and the style that it holds, by their hashes, and no more: no request, and
+no text that becomes code.
 """
+
+from __future__ import annotations
 
 import hashlib
 import json
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mergekit_lab.errors import say_bytes
 from mergekit_lab.reporting.charts import Chart, load_charts
@@ -22,6 +25,9 @@ from mergekit_lab.reporting.published import HEADER, TITLE, Beside, format_numbe
 from mergekit_lab.reporting.records import Failure, Record, Timing
 from mergekit_lab.reporting.tables import Row, Table, build_table, to_percent
 from mergekit_lab.reporting.writing import to_csv, to_latex
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _LIBRARY = tuple(
@@ -47,7 +53,7 @@ class Figure:
 
     @property
     def chart(self) -> Chart | None:
-        """The same as Vega-Lite, where it was written beside the picture."""
+        """The figure as Vega-Lite, if it was written next to the picture."""
         return load_charts(self.path)
 
 
@@ -81,8 +87,8 @@ class Page:
     commands: Mapping[str, str] = field(default_factory=dict)
 
 
-def render_page(page: Page) -> str:
-    """The page as text. Reads the figures' files."""
+@cache
+def _load_template() -> Template:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     jinja = Environment(
@@ -93,6 +99,11 @@ def render_page(page: Page) -> str:
         lstrip_blocks=True,
     )
     jinja.filters |= {"display": display_name, "duration": say_duration, "percent": to_percent}
+    return jinja.get_template("page.html.j2")
+
+
+def render_page(page: Page) -> str:
+    """The page as text. Reads the figures' files."""
     table = page.table
     tables = {"": table, **_part_by_seed(table, page.records)}
     files = {"leaderboard.csv": to_csv(table), "leaderboard.tex": to_latex(table)}
@@ -102,7 +113,7 @@ def render_page(page: Page) -> str:
     if len(names) > 1:
         scripts[1:1] = [file.read_text(encoding="utf-8") for file in _LIBRARY]
     style = (_TEMPLATES / "style.css").read_text(encoding="utf-8")
-    return jinja.get_template("page.html.j2").render(
+    return _load_template().render(
         {**vars(page), "published": list(zip(page.published, format_numbers(page.published), strict=True))},
         policy=write_policy(style, scripts),
         style=style,

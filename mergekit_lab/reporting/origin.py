@@ -57,7 +57,7 @@ class Origin:
         return shlex.join((*_PROGRAM, *arguments))
 
     def list_facts(self) -> list[tuple[str, str]]:
-        """What a page shows beside the command: names and values."""
+        """Facts that a page shows with the command: names and values."""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         facts = [("date", self.date), ("versions", versions), ("machine", self.machine)]
         return [(name, value) for name, value in [*facts, ("device", ", ".join(self.devices))] if value]
@@ -84,7 +84,7 @@ def write_origin(folder: Path, origin: Origin | None) -> None:
 
 
 def read_origin(folder: Path) -> Origin | None:
-    """What `write_origin` wrote; None where there is none.
+    """What `write_origin` wrote; None if there is none.
 
     Raises:
         InputError: the file is damaged.

@@ -122,7 +122,7 @@ def _explain_bars(table: Table) -> tuple[list[Any], list[str]]:
 
 
 def explain_error_bars(table: Table) -> str:
-    """What the lines at the ends of bars are; empty where there are none."""
+    """Explain the error bars; empty if there are none."""
     merged = [row for row in table.rows if row.kind == "merged"]
     interval = any(row.interval for row in merged)
     deviation = any(cell.sd is not None for row in merged for cell in row.cells[-2:])

@@ -1,4 +1,4 @@
-"""Published numbers beside ours: tables of papers as data, matched with what a run measured.
+"""Published numbers next to ours: tables of papers as data, matched with a run's results.
 
 A file in `assets/published` holds one source's tables as rows of CSV below lines that start with `#` and say
 where they are from. `row` is a merger's label, `experts`, `zero_shot` or a measure of experts
@@ -119,7 +119,7 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Beside:
-    """A published number and ours, both in the column's unit; `ours` is None where it was not measured."""
+    """A published number and ours, both in the column's unit; `ours` is None if it was not measured."""
 
     source: str
     table: str
@@ -284,7 +284,7 @@ def write_beside(folder: Path, rows: Sequence[Beside]) -> None:
 
 
 def read_beside(folder: Path) -> list[Beside]:
-    """What `write_beside` wrote; nothing where it did not."""
+    """Read what `write_beside` wrote; empty if it did not."""
     file = folder / FILE
     try:
         rows = [Beside(**row) for row in json.loads(file.read_text())]
@@ -376,17 +376,17 @@ class Basis:
 
 def list_bases(rows: Iterable[Beside]) -> list[Basis]:
     """One for every row of a published table; doubts of its columns together."""
-    found: dict[tuple[str, str, str], list[str]] = {}
+    notes_by_row: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         name = f"{row.source} {row.table}, {row.setting}: {display_name(row.row)}"
-        notes = found.setdefault((name, row.equal, row.unprinted), [])
+        notes = notes_by_row.setdefault((name, row.equal, row.unprinted), [])
         if row.note and row.note not in notes:
             notes.append(row.note)
-    return [Basis(*key, "; ".join(notes)) for key, notes in found.items()]
+    return [Basis(*key, "; ".join(notes)) for key, notes in notes_by_row.items()]
 
 
 def write_published(rows: Sequence[Beside], notes: Sequence[str] = ()) -> str:
-    """A section of the summary; empty where there is nothing to set beside."""
+    """A section of the summary; empty without comparable numbers."""
     if not rows and not notes:
         return ""
     lines = [

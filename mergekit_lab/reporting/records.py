@@ -85,7 +85,7 @@ class Record:
             )
         if (self.kind == "checkpoint") != (self.model is not None):
             raise InputError(
-                f"record: kind {self.kind!r} with model {self.model!r}: checkpoints alone have a name"
+                f"record: kind {self.kind!r} with model {self.model!r}: only checkpoints have a name"
             )
         for name in ("value", "expert_value", "zero_shot_value"):
             value = getattr(self, name)

@@ -97,7 +97,7 @@ def compare(
     origin: Origin | None = None,
     title: str = "Comparison",
 ) -> ReportPaths:
-    """Write one report over the runs in `run_dirs`, from their files alone.
+    """Write one report over the runs in `run_dirs`, only from their files.
 
     A folder that holds `failure.json` ({"overrides": […], "error": "…"}), has no records or cannot be
     read is listed among the failures, and nothing of it enters the table. Never raises for such a folder.

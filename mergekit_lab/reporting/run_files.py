@@ -1,4 +1,4 @@
-"""What a run leaves in its folder so that its report can be drawn again, alone or beside others."""
+"""Files that a run leaves in its folder, from which its report can be drawn again, or compared with others."""
 
 import json
 import math

@@ -155,7 +155,7 @@ class Table:
         return tuple(dict.fromkeys(row.group for row in self.rows))
 
     def sheet(self, name: Callable[[str], str] = display_name) -> Sheet:
-        """The table to write; `name` gives what stands for a label."""
+        """The table to write; `name` returns a label's display name."""
         readers = any(row.reads_test_inputs for row in self.rows)
         compared = _kind_that_competes(self.rows)
 

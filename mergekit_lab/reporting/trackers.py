@@ -1,4 +1,6 @@
-"""Where a run tells of its progress. A stage sees only `Tracker`; which one it is, the config decides."""
+"""Trackers, to which a run reports its progress. A stage sees only `Tracker`; which one it is, the config
+decides.
+"""
 
 import csv
 import io
@@ -129,8 +131,8 @@ class Tracker:
 class CsvTracker(Tracker):
     """Writes `metrics.csv`: one row a call, column `step` first.
 
-    A metric met later adds a column; rows that lack a metric leave it empty. A run started again in the
-    same folder goes on in the same file.
+    A metric met later adds a column; rows that lack a metric leave it empty. A restarted run continues the same
+    file.
     """
 
     name = "csv"

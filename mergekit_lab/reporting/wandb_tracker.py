@@ -232,10 +232,11 @@ class WandbTracker(Tracker):
 
 
 def require_key() -> None:
-    """Refuse what only the server can do where no key of it is configured; nothing prompts for one.
+    """Raise `InputError` if no API key is configured, because only the server can do this. Nothing prompts for
+    one.
 
     Raises:
-        InputError: no API key, saying where one is set.
+        InputError: there is no API key. The message says where to set one.
     """
     import wandb
 
@@ -250,7 +251,7 @@ def require_key() -> None:
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted keys, the axes of a sweep first; values of keys that name a secret are left out.
 
-    The options taken of groups (`choices`) stand under the groups' names.
+    Chosen options of groups (`choices`) are under the groups' names.
     """
     choices = config.get("choices", {})
     rest = {key: value for key, value in config.items() if key != "choices"}

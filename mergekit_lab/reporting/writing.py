@@ -63,7 +63,7 @@ def to_csv(table: Table | CrossTable) -> str:
 
 
 def quote_formula(text: str) -> str:
-    """The text, with a quote before it where a spreadsheet would take it for a formula. Numbers are none."""
+    """Prefix text with a quote if a spreadsheet would read it as a formula. Numbers are none."""
     if not text.startswith(("=", "+", "-", "@", "\t", "\r")):
         return text
     try:
@@ -117,7 +117,7 @@ def _escape_latex(text: str) -> str:
 
 
 def print_table(table: Table | CrossTable, console: Console | None = None) -> None:
-    """Print with rich; what is too wide for the terminal in tables below each other."""
+    """Print with rich. A table too wide for the terminal is split into several."""
     from rich.console import Console
 
     console = console or Console()

@@ -1,4 +1,4 @@
-"""Stage analyze: an analysis of the run's experts, its numbers into the store, its figure beside the report.
+"""Stage analyze: analyze the run's experts, store the numbers, and draw the figure for the report.
 
 Artifacts declared here: `analyses`.
 """
@@ -18,6 +18,7 @@ from mergekit_lab.reporting.summary import say_count
 from mergekit_lab.runs.analyses import Analysis
 from mergekit_lab.runs.analyses.contract import with_nan, without_nan
 from mergekit_lab.runs.nodes import Node, declare
+from mergekit_lab.runs.own_code import code_content
 from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.check import build, list_stages
 from mergekit_lab.store.store import Workspace
@@ -33,7 +34,7 @@ def analysis_node(run: Run) -> Node:
     built = build(run.cfg.analysis, Analysis)
     return Node(
         "analyses", f"the analysis {_name(run, built)}", "analyze", None,
-        decide=lambda: built.content(run),
+        decide=lambda: built.content(run) | code_content(run.plain["analysis"]),
         make=lambda workspace: _compute(run, built, workspace),
     )  # fmt: skip
 

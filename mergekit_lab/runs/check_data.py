@@ -59,7 +59,7 @@ def describe(check: DataCheck) -> Sequence[str]:
             lines.append(f"    {c.corrupt_count} CORRUPT: {', '.join(c.corrupt[:5])}")
     for pair, count in check.shared.items():
         if count:
-            lines.append(f"  SHARED by {pair}: {count} pictures of the second stand in the first")
+            lines.append(f"  SHARED by {pair}: {count} pictures of the second are in the first")
     lines += [f"    {name}" for name in check.shared_names[:5]]
     if check.other_labels:
         lines.append("  the source names its labels otherwise; compare: " + "; ".join(check.other_labels[:60]))

@@ -12,6 +12,7 @@ from mergekit_lab.runs.curvature import list_kinds, make_own_sides, own_content,
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.mergers import Merger
 from mergekit_lab.runs.nodes import Node
+from mergekit_lab.runs.own_code import code_content
 from mergekit_lab.runs.run import MODEL, Run
 
 
@@ -37,7 +38,7 @@ def merge_content(run: Run, merger: Merger, method: Mapping[str, Any] | None = N
     }
     for kind in list_kinds(merger.method):
         content[f"{kind}s"] = {task: side_node(run, kind, task).key for task in run.experts}
-    return content | own_content(run, merger.method)
+    return content | own_content(run, merger.method) | code_content(content["method"])
 
 
 def merge_experts(

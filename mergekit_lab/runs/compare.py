@@ -1,4 +1,4 @@
-"""One comparison over runs that are there, from their folders alone."""
+"""One comparison over existing runs, only from their folders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def draw_cross_table(cfg: DictConfig, folder: Path, records: list[Record]) -> No
 
 
 def report_runs(cfg: DictConfig, folder: Path, arguments: Sequence[str] = ()) -> None:
-    """`stage=report runs=…`: one comparison over runs that are there, from their folders alone.
+    """`stage=report runs=…`: write one comparison over existing runs, only from their folders.
 
     Raises:
         InputError: a folder that is not there, none that holds a run, or none whose run has a result.

@@ -20,6 +20,7 @@ from mergekit_lab.curvature import chained_grams, diagonal_fisher, first_moment,
 from mergekit_lab.memory import fit_memory
 from mergekit_lab.merging import Localization, LocalizeStitch, Method, RegMeanPlusPlus, learn_masks
 from mergekit_lab.runs.finetune import expert_node
+from mergekit_lab.runs.mergers import CHAINED, MASK
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import Run, load_state
 from mergekit_lab.schema.run import Curvature
@@ -56,14 +57,11 @@ def _curvature_content(run: Run, kind: str) -> dict[str, Any]:
 
 
 def list_kinds(method: Method) -> list[str]:
-    """The side inputs of single experts that a method reads, but for those that are made in a merge, for it."""
+    """The side inputs of single experts that a method reads, except those that are made during a merge."""
     return [kind for kind in method.side_inputs if kind not in (CHAINED, MASK)]
 
 
-CHAINED, MASK = "chained_gram", "mask"
-
-
-def side_kinds(run: Run) -> list[str]:
+def list_side_kinds(run: Run) -> list[str]:
     """The side inputs that a run makes: what its mergers read, and what `curvature.kind` asks for."""
     kinds = [kind for merger in run.mergers.values() for kind in list_kinds(merger.method)]
     return list(dict.fromkeys([*kinds, *filter(None, [run.cfg.curvature.kind])]))
@@ -71,7 +69,7 @@ def side_kinds(run: Run) -> list[str]:
 
 def curvature_nodes(run: Run) -> Iterator[Node]:
     """All that the stage makes, in order."""
-    for kind in side_kinds(run):
+    for kind in list_side_kinds(run):
         yield from (side_node(run, kind, task) for task in run.experts)
 
 
@@ -103,7 +101,7 @@ def _make_side(run: Run, kind: str, task: str, workspace: Workspace) -> Mapping[
         for name, value in _compute(run, kind, task, whole, count, settings).items()
     }
     trace = sum(float((v.diagonal() if kind == "gram" and v.dim() == 2 else v).sum()) for v in values.values())
-    tensors = _of_all_tensors(run, values) if kind == "fisher" else values
+    tensors = _fill_all_tensors(run, values) if kind == "fisher" else values
     write_tensors(workspace.out / f"{kind}.safetensors", tensors)
     return {"samples": count, "trace": trace}
 
@@ -141,7 +139,7 @@ def _compute(
 
 
 def own_content(run: Run, method: Method) -> dict[str, Any]:
-    """What decides the side inputs that are made in a merge, beside the experts and the method."""
+    """What decides the side inputs that are made during a merge, besides experts and method."""
     kinds = {CHAINED: "gram", MASK: "mask"}
     return {
         kind: {"curvature": _curvature_content(run, kinds[kind]), "seed": run.seed}
@@ -203,7 +201,7 @@ def _chain_grams(
 
 
 def find_prefix(whole: nn.Module, model: nn.Module) -> str:
-    """What stands before the names of `model`'s parameters in `whole`, which holds it."""
+    """The prefix of `model`'s parameter names in `whole`, which contains it."""
     name = next(name for name, module in whole.named_modules() if module is model)
     return f"{name}." if name else ""
 
@@ -222,7 +220,7 @@ def list_batches(run: Run, kind: str, task: str, count: int, size: int) -> Itera
         yield to_device(objective.batch("train", part), run.device)
 
 
-def _of_all_tensors(run: Run, fisher: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _fill_all_tensors(run: Run, fisher: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A Fisher under the names of the base, zero where nothing was trained."""
     names = {parameter: name for name, parameter in run.model.state_dict(keep_vars=True).items()}
     named = {names[p]: fisher[own] for own, p in run.model.named_parameters() if own in fisher}

@@ -16,8 +16,8 @@ from omegaconf import DictConfig
 from mergekit_lab.errors import InputError
 from mergekit_lab.failure import remove_failure, write_failure
 from mergekit_lab.runs.settle import settle
-from mergekit_lab.schema.check import list_stages, stage_list
-from mergekit_lab.store import content_key
+from mergekit_lab.schema.check import check_stages, list_stages
+from mergekit_lab.store import make_key
 
 if TYPE_CHECKING:
     from mergekit_lab.runs.run import Run
@@ -65,10 +65,10 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
         InputError: a user's mistake. `failure.json` is in the folder as long as the run works, so that one that
             is killed does not pass for the earlier one of its folder.
     """
-    wanted = stage_list(cfg, [*STAGES, "store", *_ON_DATA])
+    wanted = check_stages(cfg, [*STAGES, "store", *_ON_DATA])
     if "store" in wanted:
         if wanted != ["store"]:
-            raise InputError("the stage store runs alone")
+            raise InputError("the stage store cannot run with other stages")
         from mergekit_lab.runs.store import run_store
 
         run_store(cfg, folder, choices)
@@ -94,7 +94,7 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
     if cfg.dry_run:
         from mergekit_lab.runs.plan import Plan
 
-        log.info("%s", Plan.of([run]).text())
+        log.info("%s", Plan.unite([run]).text())
         return None
     if len(run.devices) > 1 and "finetune" in wanted:
         from mergekit_lab.runs.train import IMPORTS
@@ -111,7 +111,7 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
         for job, names in groupby(wanted, lambda name: _JOBS.get(name, name)):
             with _track(run, job):
                 for name in names:
-                    with run.time_stage(name), _enough_memory(name):
+                    with run.time_stage(name), _explain_memory(name):
                         STAGES[name](run)
         outcome = measure_outcome(run) if cfg.objective else None
     finally:
@@ -134,7 +134,7 @@ def _works_on_tasks(cfg: DictConfig) -> bool:
 
 
 @contextmanager
-def _enough_memory(stage: str) -> Iterator[None]:
+def _explain_memory(stage: str) -> Iterator[None]:
     """Say what to set where a device's memory was too small for what does not shrink by itself."""
     import torch
 
@@ -157,7 +157,7 @@ def _track(run: Run, job: str) -> Iterator[None]:
         name=f"{run.folder.name} {job}",
         group=run.choices.get("experiment") or run.plain["suite"]["name"],
         job_type=job,
-        identity=content_key({"job": job, "configuration": deciding}),
+        identity=make_key({"job": job, "configuration": deciding}),
         tags=[
             run.choices.get("backbone", ""),
             run.optimizer_name,

@@ -24,7 +24,7 @@ from mergekit_lab.runs.run import Run
 from mergekit_lab.tasks import HarnessTask
 
 
-def models(run: Run) -> Iterator[Model]:
+def list_models(run: Run) -> Iterator[Model]:
     """Every model of the run, in the order of the table."""
     if run.models:
         yield from (checkpoint_model(run, name) for name in run.models)
@@ -38,7 +38,7 @@ def models(run: Run) -> Iterator[Model]:
 
 def evaluation_nodes(run: Run) -> Iterator[Node]:
     """All that the stage makes, in order."""
-    for model in models(run):
+    for model in list_models(run):
         yield from (evaluation_node(run, model, task, "test") for task in model.tasks)
 
 
@@ -57,7 +57,7 @@ def load_harness_tasks(run: Run) -> None:
 
 def stage_evaluate(run: Run) -> None:
     """Evaluate what has no evaluation on the test part yet, on the run's devices."""
-    for model in models(run):
+    for model in list_models(run):
         if model.node:
             run.need(model.node)
     nodes = list(evaluation_nodes(run))

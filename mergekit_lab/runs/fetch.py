@@ -25,11 +25,11 @@ USE = "USE.txt"
 def run_fetch(cfg: DictConfig) -> Path:
     """Download data sets, weights and experts of a run's configuration; of a dry run, list them.
 
-    A fetch that was cut goes on where it was: the hub's client keeps what is complete. Jobs that differ in
-    their backbones may share the folder: weights and experts lie below the architecture's name.
+    An interrupted fetch continues: the hub's client keeps complete files. Jobs that differ in their backbones
+    may share the folder: weights and experts lie below the architecture's name.
 
     Returns:
-        The folder. `USE.txt` in it says what to add to the command where it is carried to.
+        The folder. `USE.txt` in the folder says what to add to the command on the other machine.
 
     Raises:
         InputError: something cannot be downloaded.

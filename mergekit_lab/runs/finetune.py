@@ -17,10 +17,11 @@ from mergekit_lab.checkpoints import Checkpoint, open_checkpoint
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim import fit_offset
 from mergekit_lab.runs.nodes import Node, declare
+from mergekit_lab.runs.own_code import code_content
 from mergekit_lab.runs.published_experts import find_expert, import_expert, read_import_content
 from mergekit_lab.runs.run import MODEL, Run
 from mergekit_lab.runs.train import Training
-from mergekit_lab.schema.run import evaluations_a_step, wants_fit
+from mergekit_lab.schema.run import count_evaluations_a_step, wants_fit
 from mergekit_lab.tasks import PARTS, HubImages
 from mergekit_lab.training import TrainingSettings
 from mergekit_lab.training.settings import describe_machine
@@ -33,7 +34,7 @@ _OF_PROCESSES = {"per_rank": True, "sync_ascent": False}
 
 @declare
 def expert_node(run: Run, task: str) -> Node:
-    """The expert of a task: trained, or brought in where the run names `experts`."""
+    """The expert of a task: trained, or imported if the run names `experts`."""
     label = f"the expert of {task}"
     if run.plain["experts"]:
         sources, learned = run.plain["experts"], task in run.learned
@@ -44,7 +45,7 @@ def expert_node(run: Run, task: str) -> Node:
             | {"finetuning": run.plain["finetuning"]} | (_task_content(run, task) if learned else {}),
             make=lambda workspace: import_expert(source, run.backbone, run.base_state, task, workspace.out),
         )  # fmt: skip
-    settings, optimizer = task_settings(run, task), task_optimizer(run, task)
+    settings, optimizer = plan_settings(run, task), find_optimizer(run, task)
     number = run.experts.index(task) + 1
     return Node(
         "experts", label, "finetune", task,
@@ -60,8 +61,8 @@ def expert_node(run: Run, task: str) -> Node:
 
 @declare
 def pilot_node(run: Run, task: str) -> Node:
-    """The expert that the base optimizer alone makes; offsets are fitted to those of all tasks."""
-    settings, optimizer = task_settings(run, task, run.cfg.optimizer.base), run.cfg.optimizer.base
+    """The expert of the base optimizer. Offsets are fitted to those of all tasks."""
+    settings, optimizer = plan_settings(run, task, run.cfg.optimizer.base), run.cfg.optimizer.base
     number = run.experts.index(task) + 1
     return Node(
         "experts", f"the pilot of {task}", "finetune", task,
@@ -91,7 +92,7 @@ def fit_node(run: Run) -> Node:
 @declare
 def joint_node(run: Run) -> Node:
     """One model of all tasks, with the budget of all experts together."""
-    settings = joint_settings(run)
+    settings = plan_joint_settings(run)
     title = f"joint model of {len(run.experts)} tasks"
     tasks = run.experts
     return Node(
@@ -115,22 +116,22 @@ def finetune_nodes(run: Run) -> Iterator[Node]:
         yield joint_node(run)
 
 
-def task_optimizer(run: Run, task: str) -> DictConfig:
+def find_optimizer(run: Run, task: str) -> DictConfig:
     """The configuration of the optimizer that trains a task's expert."""
     return run.cfg.optimizer_of.get(task, run.cfg.optimizer)
 
 
-def task_settings(run: Run, task: str, optimizer: DictConfig | None = None) -> TrainingSettings:
+def plan_settings(run: Run, task: str, optimizer: DictConfig | None = None) -> TrainingSettings:
     """A task's planned settings, with its optimizer or another."""
     settings = run.training
     if settings.epochs is not None or settings.epochs_of:
-        settings = settings.for_task(task, run.tasks[task].count("train"))
-    return settings.plan(evaluations_a_step(optimizer or task_optimizer(run, task)))
+        settings = settings.resolve_epochs(task, run.tasks[task].count("train"))
+    return settings.plan(count_evaluations_a_step(optimizer or find_optimizer(run, task)))
 
 
-def joint_settings(run: Run) -> TrainingSettings:
+def plan_joint_settings(run: Run) -> TrainingSettings:
     """The budget of all experts together."""
-    return TrainingSettings.combine([task_settings(run, task, run.cfg.optimizer) for task in run.experts])
+    return TrainingSettings.combine([plan_settings(run, task, run.cfg.optimizer) for task in run.experts])
 
 
 def _training_content(run: Run, settings: TrainingSettings, optimizer: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,7 +146,7 @@ def _training_content(run: Run, settings: TrainingSettings, optimizer: Mapping[s
         content["processes"] = run.processes
     if settings.seconds is not None:
         content["machine"] = describe_machine(run.plain["trainer"]["accelerator"])
-    return content
+    return content | code_content(optimizer, run.plain["finetuning"])
 
 
 def _optimizer_content(run: Run) -> dict[str, Any]:
@@ -229,7 +230,7 @@ def _log_training(run: Run, node: Node) -> None:
 
 
 def train_pilots(run: Run) -> None:
-    """The experts of the base optimizer alone, which offsets are fitted to."""
+    """Train the experts of the base optimizer, to which offsets are fitted."""
     for task in filter(run.is_mine, run.experts):
         _log_training(run, pilot_node(run, task))
 
@@ -240,7 +241,7 @@ def _read_fit(run: Run) -> Mapping[str, float] | None:
 
 def _make_fit(run: Run, pilots: Sequence[Node]) -> Mapping[str, Any]:
     """Fit the distribution of the pilots' task vectors; pilots are trained if need be."""
-    with run.working_on(run.experts):
+    with run.work_on(run.experts):
         run.spread(train_pilots, pilots)
         train_pilots(run)
     files = [(node.unit or "", run.need(node).file(MODEL)) for node in pilots]

@@ -1,4 +1,4 @@
-"""What tasks and backbones keep of their own making, such as decoded images, in the run's store."""
+"""Keep what tasks and backbones make, such as decoded images, in the run's store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mergekit_lab.errors import InputError, say_bytes
-from mergekit_lab.machine import free_bytes
+from mergekit_lab.machine import count_free_bytes
 from mergekit_lab.store import Store
 
 log = logging.getLogger(__name__)
@@ -49,12 +49,12 @@ class StoreKeeper:
         """Say how large decoded images will be, and refuse what is beyond the limit or the disk."""
         folder = self.store.root / "images"
         held = sum(file.stat().st_size for file in folder.glob("*/images.u8"))
-        free, limit = free_bytes(folder), self.images_limit_gb * 1e9
+        free, limit = count_free_bytes(folder), self.images_limit_gb * 1e9
         beside = f", beside {say_bytes(held)} of images there" if held else ""
         log.info("decoding into the store: %s%s", say_bytes(size), beside)
         if held + size > limit or size > free:
             raise InputError(
-                f"decoded images would take {say_bytes(size)} beside {say_bytes(held)} in {folder}; "
+                f"decoded images would take {say_bytes(size)} in addition to {say_bytes(held)} in {folder}; "
                 f"allowed are {limit / 1e9:g} GB (images_limit_gb), and {say_bytes(free)} of the disk are "
                 "free: delete that folder, raise the limit or set store.root=PATH"
             )

@@ -80,7 +80,9 @@ def _learn(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
             for task, inputs in batch.items()
         ]
 
-    steps = track(_batches(run, how), merger.label, how.steps, disable=not run.cfg.progress, transient=True)
+    steps = track(
+        _draw_batches(run, how), merger.label, how.steps, disable=not run.cfg.progress, transient=True
+    )
     method, entropies = learn_coefficients(
         run.base_state,
         experts,
@@ -95,7 +97,7 @@ def _learn(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
     return {"entropies": entropies}
 
 
-def _batches(run: Run, how: Learning) -> Iterator[dict[str, Batch]]:
+def _draw_batches(run: Run, how: Learning) -> Iterator[dict[str, Batch]]:
     """Inputs of every task for each step, from seeded shuffles of the part, one after another."""
     part: Any = how.part
     orders = {task: _order(run.tasks[task].count(part), how, run.seed) for task in run.tasks}

@@ -26,7 +26,7 @@ from mergekit_lab.runs.combine import merge_content, merge_experts, merge_inputs
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.learn import coefficients_node, is_learned, load_learned_method
 from mergekit_lab.runs.mergers import Merger, say_fields
-from mergekit_lab.runs.models import PARTS, Model, peak_memory
+from mergekit_lab.runs.models import PARTS, Model, read_peak_memory
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import MODEL, Run
 from mergekit_lab.runs.search import read_coefficient, read_fields, search_node
@@ -157,5 +157,5 @@ def _merge(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
     return {
         "method": repr(method),
         "coefficient": alpha,
-        "peak_memory_bytes": peak_memory(run.device),
+        "peak_memory_bytes": read_peak_memory(run.device),
     }

@@ -14,6 +14,10 @@ from mergekit_lab.merging import Method
 from mergekit_lab.schema.check import build, without_null_coefficient
 from mergekit_lab.schema.run import Search
 
+CHAINED, MASK = "chained_gram", "mask"
+"""Side inputs that are made in a merge, for the method that reads them."""
+SIDE_INPUTS = ("fisher", "gram", CHAINED, MASK)
+"""All that a run makes."""
 _METHOD_FIELDS = {
     name
     for method in vars(merging).values()
@@ -45,14 +49,14 @@ class Merger:
 
     @property
     def coefficient(self) -> float | None:
-        """The method's own coefficient; None where it has none."""
-        return _coefficient(self.method)
+        """The method's own coefficient; None if it has none."""
+        return _read_coefficient(self.method)
 
 
-def _coefficient(method: Method) -> float | None:
+def _read_coefficient(method: Method) -> float | None:
     inner = getattr(method, "inner", None)
     if inner is not None:
-        return _coefficient(inner)
+        return _read_coefficient(inner)
     value = getattr(method, "coefficient", ())
     return method.scale if value is None or isinstance(value, int | float) else None
 
@@ -76,6 +80,11 @@ def _build(label: str, node: DictConfig, search: Search, tasks: tuple[str, ...])
     content, is_open = without_null_coefficient(plain)
     method = build(content, Method)
     method.check(tasks)
+    if unknown := set(method.side_inputs) - set(SIDE_INPUTS):
+        raise InputError(
+            f"mergers.{label}: {type(method).__name__} reads {listing(unknown)}, and a run makes "
+            f"{listing(SIDE_INPUTS)} alone: pass your own to merge_state_dicts in Python, as statistics="
+        )
     searched = is_open and search.takes_place
     if searched and method.by_task:
         raise InputError(

@@ -21,7 +21,7 @@ from mergekit_lab.runs.finetune import expert_node, joint_node
 from mergekit_lab.runs.mergers import Merger
 from mergekit_lab.runs.nodes import Node
 from mergekit_lab.runs.run import Run, load_state
-from mergekit_lab.store import Artifact, content_key
+from mergekit_lab.store import Artifact, make_key
 from mergekit_lab.store.store import Workspace
 from mergekit_lab.tasks import HarnessTask, Part
 
@@ -58,13 +58,13 @@ class Model:
         """What messages call it."""
         return self.merger.label if self.merger else self.name or self.kind
 
-    def base_content(self, run: Run) -> dict[str, str]:
+    def base_content(self, run: Run) -> dict[str, Any]:
         """What decides the weights that it is a change of, or is."""
-        return dict(self.backbone.identity()) if self.backbone else run.base_content
+        return run.describe_backbone(self.backbone) if self.backbone else run.base_content
 
     def key(self, run: Run) -> str:
         """What names it in evaluations."""
-        return self.node.key if self.node else content_key({"base": self.base_content(run)})
+        return self.node.key if self.node else make_key({"base": self.base_content(run)})
 
     def state(self, run: Run, task: str) -> Mapping[str, Tensor]:
         """Its weights on the backbone of the run, for a task: a method may make a model for every task."""
@@ -98,7 +98,7 @@ def expert_model(run: Run, name: str) -> Model:
 
 def checkpoint_model(run: Run, name: str) -> Model:
     """One of the run's `models`, which is evaluated on every task as it is."""
-    return Model("checkpoint", tuple(run.tasks), name=name, backbone=run.backbone_of(run.models[name]))
+    return Model("checkpoint", tuple(run.tasks), name=name, backbone=run.open_backbone(run.models[name]))
 
 
 def joint_model(run: Run) -> Model:
@@ -137,19 +137,19 @@ def _evaluate(run: Run, model: Model, task: str, part: Part, workspace: Workspac
     measured, backbone = run.tasks[task], model.backbone or run.backbone
     if isinstance(measured, HarnessTask):
         assert isinstance(backbone, LanguageModel)
-        found = score_with_harness(
+        answers = score_with_harness(
             loaded, backbone.tokenizer(), measured, precision=backbone.precision, progress=run.cfg.progress
         )
         np.savez(
             workspace.out / SAMPLES_OF_METRICS,
-            **{n: _to_smallest_type(np.array(v)) for n, v in found.samples.items()},
+            **{n: _to_smallest_type(np.array(v)) for n, v in answers.samples.items()},
         )
         return {
-            "value": next(iter(found.metrics.values())),
-            "metric": next(iter(found.metrics)),
-            "metrics": dict(found.metrics),
-            "samples": found.count,
-            "peak_memory_bytes": peak_memory(run.device),
+            "value": next(iter(answers.metrics.values())),
+            "metric": next(iter(answers.metrics)),
+            "metrics": dict(answers.metrics),
+            "samples": answers.count,
+            "peak_memory_bytes": read_peak_memory(run.device),
         }
     objective = model.backbone.objective(measured).to(run.device) if model.backbone else run.objective(task)
     if loaded is run.model:
@@ -162,7 +162,7 @@ def _evaluate(run: Run, model: Model, task: str, part: Part, workspace: Workspac
         "value": scores.value,
         "metrics": dict(scores.metrics),
         "samples": len(scores.predictions),
-        "peak_memory_bytes": peak_memory(run.device),
+        "peak_memory_bytes": read_peak_memory(run.device),
     }
 
 
@@ -182,7 +182,7 @@ def read_metric(run: Run, task: str, artifact: Artifact) -> tuple[str, float]:
 
 
 def read_samples(run: Run, task: str, artifact: Artifact) -> Any:
-    """What every sample contributed to that value; None where it is not their mean."""
+    """What every sample contributed to that value; None if it is not their mean."""
     if SAMPLES_OF_METRICS in artifact.files:
         return dict(np.load(artifact.file(SAMPLES_OF_METRICS))).get(read_metric(run, task, artifact)[0])
     return np.load(artifact.file(SAMPLES), allow_pickle=False) if SAMPLES in artifact.files else None
@@ -193,6 +193,6 @@ def _to_smallest_type(values: Any) -> Any:
     return whole if np.array_equal(whole, values) else values.astype(np.float32)
 
 
-def peak_memory(device: torch.device) -> int | None:
+def read_peak_memory(device: torch.device) -> int | None:
     """Bytes since the last reset on a CUDA device; None on a CPU, where only the process's peak is known."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

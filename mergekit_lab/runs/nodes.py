@@ -1,8 +1,8 @@
 """An artifact of a run before it is made: what decides it, what it is made of, and how.
 
-Every kind of artifact is declared by one function, which stands beside its maker: `expert_node`, `side_node`,
-`search_node`, `merged_node`, `evaluation_node`, …  `graph.list_nodes` lists all that a run wants. Plans, what
-is missing, shared trainings, lineage and times are walks over these nodes.
+Every kind of artifact is declared by a function next to its maker: `expert_node`, `side_node`, `search_node`,
+`merged_node`, `evaluation_node`, …  `graph.list_nodes` lists all that a run wants. Plans, what is missing,
+shared trainings, lineage and times are walks over these nodes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from mergekit_lab.store import content_key
+from mergekit_lab.store import make_key
 from mergekit_lab.store.store import Workspace
 
 
@@ -22,11 +22,11 @@ class Node:
 
     Attributes:
         kind: the store's folder for it, such as "experts".
-        label: what messages call it, such as "the expert of cars".
-        stage: which stage makes it.
+        label: its name in messages, such as "the expert of cars".
+        stage: the stage that makes it.
         unit: the task, the merger or "+joint" that it is made for: what a worker is given, and `only` names.
             None: it is made on demand, by whoever needs it first.
-        decide: returns its content, everything that decides it. Called when the name is wanted.
+        decide: returns its content, everything that decides it. Called when the key is needed.
         make: writes its files into a workspace and returns its info.
         needs: what it is made of.
         awaits: what must be made before it has its name, because the outcome is part of its content. Until then
@@ -54,7 +54,7 @@ class Node:
     @property
     def key(self) -> str:
         """The hash of its content."""
-        return content_key(self.content)
+        return make_key(self.content)
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""How this process makes its results, for its report."""
+"""How this process makes its results, for the report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 
 from mergekit_lab import __version__
-from mergekit_lab.machine import usable_cores
+from mergekit_lab.machine import count_cores
 from mergekit_lab.reporting import Origin
 
 _PACKAGES = ("torch", "transformers", "open_clip_torch", "lightning")
@@ -32,7 +32,7 @@ def describe_origin(arguments: Sequence[str], devices: Sequence[str] = (), *, sw
         (*options, *arguments),
         datetime.now().astimezone().isoformat(timespec="seconds"),
         versions,
-        f"{platform.system()} {platform.machine()}, {usable_cores()} cores",
+        f"{platform.system()} {platform.machine()}, {count_cores()} cores",
         tuple(dict.fromkeys(map(_name_device, devices))),
     )
 

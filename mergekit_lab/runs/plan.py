@@ -23,7 +23,7 @@ from mergekit_lab.runs.finetune import finetune_nodes, fit_node
 from mergekit_lab.runs.graph import list_nodes
 from mergekit_lab.runs.nodes import Node
 from mergekit_lab.runs.run import Run
-from mergekit_lab.schema.run import evaluations_a_step, wants_fit
+from mergekit_lab.schema.run import count_evaluations_a_step, wants_fit
 from mergekit_lab.store import Store
 
 
@@ -57,7 +57,7 @@ class Plan:
     made: set[str] = field(default_factory=set)
 
     @staticmethod
-    def of(runs: Sequence[Run]) -> Plan:
+    def unite(runs: Sequence[Run]) -> Plan:
         """The union of what all these runs would compute."""
         plan = Plan(runs[0].store, len(runs))
         for run in runs:
@@ -76,7 +76,7 @@ class Plan:
         total, open_ended = 0.0, False
         depths: dict[str, int] = {}
         for node in self.nodes.values():
-            depths[node.kind] = max(depths.get(node.kind, 0), _depth(node))
+            depths[node.kind] = max(depths.get(node.kind, 0), _find_depth(node))
         for kind in sorted(depths, key=depths.__getitem__):
             names = [name for name, node in self.nodes.items() if node.kind == kind]
             missing = [self.nodes[name] for name in names if name not in self.made]
@@ -129,9 +129,9 @@ def list_unmade(run: Run, work: Work) -> list[Node]:
     return [node for node in nodes if work.only in (None, node.unit) and not run.find(node)]
 
 
-def _depth(node: Node) -> int:
+def _find_depth(node: Node) -> int:
     """How many artifacts are made one after another until this one is."""
-    return 1 + max((_depth(each) for each in node.needs), default=0)
+    return 1 + max((_find_depth(each) for each in node.needs), default=0)
 
 
 def estimate_seconds(node: Node, artifacts: Sequence[Any]) -> float | None:
@@ -143,25 +143,26 @@ def estimate_seconds(node: Node, artifacts: Sequence[Any]) -> float | None:
         like = closer or like
     if not like:
         return None
-    gradients = _gradients(node.content)
+    gradients = _count_gradients(node.content)
     return statistics.median(
-        r.info["wall_seconds"] * (gradients / before if gradients and (before := _gradients(r.content)) else 1)
+        r.info["wall_seconds"]
+        * (gradients / before if gradients and (before := _count_gradients(r.content)) else 1)
         for r in like
     )
 
 
-def _gradients(content: Mapping[str, Any]) -> float:
+def _count_gradients(content: Mapping[str, Any]) -> float:
     """Gradients of a whole batch that a training takes; 0 of what is no training."""
     steps = float(content.get("training", {}).get("steps", 0))
     if not steps or "_target_" not in content.get("optimizer", {}):
         return steps
     node = {name: value for name, value in content["optimizer"].items() if name != "pilots"}
-    return steps * _gradients_a_step(json.dumps(node, sort_keys=True))
+    return steps * _count_gradients_a_step(json.dumps(node, sort_keys=True))
 
 
 @cache
-def _gradients_a_step(optimizer: str) -> float:
+def _count_gradients_a_step(optimizer: str) -> float:
     try:
-        return float(evaluations_a_step(OmegaConf.create(json.loads(optimizer))))
+        return float(count_evaluations_a_step(OmegaConf.create(json.loads(optimizer))))
     except InputError:  # of an optimizer that is here no more
         return 1.0

@@ -69,12 +69,12 @@ def list_missing(cfg: DictConfig) -> tuple[list[str], list[str]]:
         InputError: the backbone or a task cannot be built.
     """
     backbone, tasks = build_parts(cfg)
-    asked: list[Callable[[], str | None]] = [partial(_missing_data, task) for task in tasks]
+    asked: list[Callable[[], str | None]] = [partial(_check_data, task) for task in tasks]
     if isinstance(backbone, OpenClip) and backbone.source:
         asked.append(backbone.source.find_missing)
     if cfg.get("experts"):
         asked += [
-            partial(_missing_expert, cfg.experts, backbone, task)
+            partial(_check_expert, cfg.experts, backbone, task)
             for task in tasks
             if not cfg.only or task.name in cfg.only
         ]
@@ -87,11 +87,11 @@ def list_missing(cfg: DictConfig) -> tuple[list[str], list[str]]:
     return list(filter(None, missing)), list(dict.fromkeys(wrong))
 
 
-def _missing_data(task: HubImages) -> str | None:
+def _check_data(task: HubImages) -> str | None:
     return task.describe_source() if task.folder() is None else None
 
 
-def _missing_expert(experts: Any, backbone: Any, task: HubImages) -> str | None:
+def _check_expert(experts: Any, backbone: Any, task: HubImages) -> str | None:
     source = find_expert(experts, backbone, task)
     return f"expert {source} of the hub" if must_download(source) else None
 

@@ -1,4 +1,4 @@
-"""Tables of papers beside what a run measured."""
+"""Tables of papers next to a run's results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mergekit_lab.reporting import Beside, Record, set_beside
 from mergekit_lab.reporting.published import Protocol, read_protocols
 from mergekit_lab.runs.analyses import Analysis, TaskVectors
 from mergekit_lab.runs.analyze import DATA, analysis_node
-from mergekit_lab.runs.finetune import expert_node, task_settings
+from mergekit_lab.runs.finetune import expert_node, plan_settings
 from mergekit_lab.runs.merge import merged_node
 from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.check import build
@@ -25,7 +25,7 @@ def set_published_beside(run: Run, records: list[Record]) -> list[Beside]:
     """The tables of papers that the run names, with what it measured."""
     axes = {axis: run.choices[axis] for axis in ("backbone", "finetuning", "optimizer")}
     measured = _Measured(run, records)
-    holds = partial(settings_hold, run)
+    holds = partial(have_settings, run)
     return [
         row
         for name in run.plain["published"]
@@ -41,7 +41,7 @@ def read_protocol(run: Run, name: str) -> Protocol:
     printed: set[str] = set()
     ours: dict[str, str] = {}
     for line in read_protocols():
-        if any(map(line.is_of, experiments)) and settings_hold(run, line.when):
+        if any(map(line.is_of, experiments)) and have_settings(run, line.when):
             printed.discard(line.key)
             ours.pop(line.key, None)
             if not line.is_ours:
@@ -55,19 +55,19 @@ def read_protocol(run: Run, name: str) -> Protocol:
 @cache
 def _list_tables() -> dict[str, list[str]]:
     """The tables that each shipped experiment sets beside its results."""
-    found = {}
+    tables = {}
     for file in (conf_dir() / "experiment").glob("*.yaml"):
         content: Any = OmegaConf.load(file)
-        found[file.stem] = list(content.get("published") or ())
-    return found
+        tables[file.stem] = list(content.get("published") or ())
+    return tables
 
 
-def settings_hold(run: Run, when: str) -> bool:
-    """Whether `key=value …` are the run's settings; `key?=value` is asked only where the run has the key."""
+def have_settings(run: Run, when: str) -> bool:
+    """Whether `key=value …` are the run's settings; `key?=value` is checked only if the run has the key."""
     for pair in when.split():
         key, _, value = pair.partition("=")
-        found = read_setting(run, key.removesuffix("?"))
-        if not (is_equal(found, value) or (key.endswith("?") and found is None)):
+        setting = read_setting(run, key.removesuffix("?"))
+        if not (is_equal(setting, value) or (key.endswith("?") and setting is None)):
             return False
     return True
 
@@ -75,7 +75,7 @@ def settings_hold(run: Run, when: str) -> bool:
 def read_setting(run: Run, key: str) -> Any:
     """A value of the configuration, as the run uses it: `merger=NAME` takes the place of its `mergers`."""
     if key == "backbone.weights" and isinstance(run.backbone, OpenClip) and run.backbone.source:
-        return run.backbone.source.published_name()
+        return run.backbone.source.find_published_name()
     group, _, rest = key.partition(".")
     if group == "choice":
         return run.choices.get(rest)
@@ -119,22 +119,22 @@ class _Measured:
     def __call__(self, row: str, column: str) -> float | None:
         if row in ("training_seconds", "ks_distance", "mean_log_likelihood"):
             tasks = [task for task in self.run.tasks if column in ("average", task)]
-            told = [value for task in tasks if (value := self._of_expert(task, row)) is not None]
+            told = [value for task in tasks if (value := self._read_expert(task, row)) is not None]
             return sum(told) / len(told) if told else None
         if column in ("steps_per_second", "gigabytes"):
-            costs = [cost for task in self.run.tasks if (cost := self._cost(task, column)) is not None]
+            costs = [cost for task in self.run.tasks if (cost := self._read_cost(task, column)) is not None]
             return sum(costs) / len(costs) if costs and row == "experts" else None
         if column == "merge_seconds":
             artifact = self.run.find(merged_node(self.run, row)) if row in self.run.mergers else None
             return float(artifact.info["wall_seconds"]) if artifact else None
         members = self.rows.get(row, [])
-        values = [value for record in members if (value := self._value(record, column)) is not None]
+        values = [value for record in members if (value := self._read_value(record, column)) is not None]
         return 100 * sum(values) / len(values) if values else None
 
-    def _of_expert(self, task: str, what: str) -> float | None:
+    def _read_expert(self, task: str, what: str) -> float | None:
         if what == "training_seconds":
-            speed = self._cost(task, "steps_per_second")
-            return task_settings(self.run, task).steps / speed if speed else None
+            speed = self._read_cost(task, "steps_per_second")
+            return plan_settings(self.run, task).steps / speed if speed else None
         fit = self._fits.get(task)
         return None if fit is None else float(fit[what]) * (100 if what == "ks_distance" else 1)
 
@@ -146,11 +146,11 @@ class _Measured:
         fits = json.loads(artifact.file(DATA).read_text())["fits"] if artifact else {}
         return {task: fit["laplace"] for task, fit in fits.items()}
 
-    def _cost(self, task: str, column: str) -> float | None:
+    def _read_cost(self, task: str, column: str) -> float | None:
         cost = self.run.need(expert_node(self.run, task)).info.get(column)
         return None if cost is None else float(cost)
 
-    def _value(self, record: Record, column: str) -> float | None:
+    def _read_value(self, record: Record, column: str) -> float | None:
         if column == "normalized":
             return record.normalized
         return record.value if column in ("average", record.task) else None

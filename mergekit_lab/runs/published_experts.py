@@ -1,4 +1,4 @@
-"""Experts that others fine-tuned, in place of training: where they are, and how they enter the store.
+"""Experts that others fine-tuned, instead of training: where they are, and how they enter the store.
 
 `experts={task: SOURCE}` names each. `experts=hub:ORG` takes `ORG/<backbone>_<task>` from the hub by the names
 that FusionBench publishes under. `experts=FOLDER` takes `FOLDER/<architecture>/<task>`, or else
@@ -57,12 +57,14 @@ def find_expert(experts: str | Mapping[str, str], backbone: Any, task: Task) -> 
     names = [task.name, *([task.expert] if isinstance(task, HubImages) and task.expert else [])]
     inside = locate_experts(folder, backbone)
     plain = folder / inside.relative_to(folder).name.removesuffix("-quickgelu")
-    places = list(dict.fromkeys((inside, plain, folder)))
-    for path in (within / f"{name}{suffix}" for within in places for name in names for suffix in _SUFFIXES):
+    folders = list(dict.fromkeys((inside, plain, folder)))
+    for path in (within / f"{name}{suffix}" for within in folders for name in names for suffix in _SUFFIXES):
         if path.exists():
             return str(_find_finetuned(path) or path)
-    for path in (path for within in places if within.is_dir() for path in sorted(within.iterdir())):
-        if _plain(path.name).removesuffix("val") in map(_plain, names) and (file := _find_finetuned(path)):
+    for path in (path for within in folders if within.is_dir() for path in sorted(within.iterdir())):
+        if _simplify(path.name).removesuffix("val") in map(_simplify, names) and (
+            file := _find_finetuned(path)
+        ):
             return str(file)
     raise InputError(
         f"{folder} holds no expert of {task.name!r}: expected {folder / names[0]}, a folder or a file"
@@ -73,7 +75,7 @@ def _find_finetuned(folder: Path) -> Path | None:
     return next((folder / name for name in _FINETUNED if (folder / name).is_file()), None)
 
 
-def _plain(name: str) -> str:
+def _simplify(name: str) -> str:
     return re.sub(r"[\W_]+", "", name.lower())
 
 

@@ -14,7 +14,7 @@ from mergekit_lab.reporting import Record, print_table, write_report
 from mergekit_lab.reporting.html import say_cache
 from mergekit_lab.reporting.summary import say_count
 from mergekit_lab.runs.compare import draw_cross_table
-from mergekit_lab.runs.evaluate import models
+from mergekit_lab.runs.evaluate import list_models
 from mergekit_lab.runs.finetune import expert_node, joint_node
 from mergekit_lab.runs.learn import reads_test_inputs
 from mergekit_lab.runs.mergers import say_fields
@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 def stage_report(run: Run) -> None:
     """Collect the run's records and write table, figures and page into its folder."""
     records = collect(run)
-    curves = {task: _curve(run.need(expert_node(run, task))) for task in run.experts}
+    curves = {task: _read_curve(run.need(expert_node(run, task))) for task in run.experts}
     if run.cfg.joint and (artifact := run.find(joint_node(run))):
-        curves["+joint"] = _curve(artifact)
+        curves["+joint"] = _read_curve(artifact)
     title = f"{run.plain['suite']['name']}: "
     if run.models:
         title += f"{say_count(len(run.models), 'checkpoint')} on {say_count(len(run.tasks), 'task')}"
@@ -52,10 +52,10 @@ def stage_report(run: Run) -> None:
         run.folder,
         records,
         curves=curves,
-        searches=_searches(run),
+        searches=_read_searches(run),
         config_yaml=OmegaConf.to_yaml(run.cfg),
         timings=run.timings,
-        samples=_samples(run),
+        samples=_read_samples(run),
         published=set_published_beside(run, records),
         origin=describe_origin(run.arguments, run.devices),
         title=title,
@@ -73,7 +73,7 @@ def stage_report(run: Run) -> None:
     log.info("table %s\nreport %s", paths.summary, paths.html)
 
 
-def _curve(expert: Artifact) -> Any:
+def _read_curve(expert: Artifact) -> Any:
     return json.loads(expert.file(CURVE).read_text())
 
 
@@ -83,7 +83,7 @@ def collect(run: Run) -> list[Record]:
     Raises:
         InputError: an evaluation is missing.
     """
-    cells = _evaluations(run)
+    cells = _read_evaluations(run)
     best: dict[str, float] = {}
     for model, task, artifact in cells:
         if model.kind in ("expert", "checkpoint"):
@@ -92,9 +92,9 @@ def collect(run: Run) -> list[Record]:
     return [_record(run, model, task, a, best[task], base.get(task)) for model, task, a in cells]
 
 
-def _evaluations(run: Run) -> list[tuple[Model, str, Artifact]]:
+def _read_evaluations(run: Run) -> list[tuple[Model, str, Artifact]]:
     cells: list[tuple[Model, str, Artifact]] = []
-    for model in models(run):
+    for model in list_models(run):
         if model.node:
             run.need(model.node)
         for task in model.tasks:
@@ -132,11 +132,11 @@ def _record(
         reused=artifact.key not in run.made,
         reads_test_inputs=reads_test_inputs(model.merger) if model.merger else None,
         chosen=say_fields(model.merger.content, read_fields(run, model.merger)) if model.merger else None,
-        **_cost(run, model),
+        **_read_cost(run, model),
     )
 
 
-def _cost(run: Run, model: Model) -> dict[str, Any]:
+def _read_cost(run: Run, model: Model) -> dict[str, Any]:
     """What making the model took, and what it needs besides experts: from their manifests."""
     if model.node is None:
         return {}
@@ -151,13 +151,13 @@ def _cost(run: Run, model: Model) -> dict[str, Any]:
     }
 
 
-def _samples(run: Run) -> dict[str, Any]:
+def _read_samples(run: Run) -> dict[str, Any]:
     """What every test sample contributed, by evaluation key; metrics that are no means have none."""
-    read = {artifact.key: read_samples(run, task, artifact) for _, task, artifact in _evaluations(run)}
+    read = {artifact.key: read_samples(run, task, artifact) for _, task, artifact in _read_evaluations(run)}
     return {key: samples for key, samples in read.items() if samples is not None}
 
 
-def _searches(run: Run) -> dict[str, list[dict[str, Any]]]:
+def _read_searches(run: Run) -> dict[str, list[dict[str, Any]]]:
     result: dict[str, list[dict[str, Any]]] = {}
     if run.search.method == "cma_es":  # of many weights there is no curve
         return result

@@ -37,6 +37,7 @@ from mergekit_lab.runs.given_up import give_up, read_reason
 from mergekit_lab.runs.keeper import StoreKeeper
 from mergekit_lab.runs.mergers import build_mergers
 from mergekit_lab.runs.nodes import Node
+from mergekit_lab.runs.own_code import code_content
 from mergekit_lab.runs.settle import find_weights_key
 from mergekit_lab.schema.check import build, with_floats
 from mergekit_lab.schema.run import Main, Search, TrainerSettings
@@ -157,13 +158,13 @@ class Run:
             bool(self.plain["backbone"].get("packing")),
         )
 
-    def backbone_of(self, source: str) -> Backbone:
+    def open_backbone(self, source: str) -> Backbone:
         """The run's backbone with the weights of another checkpoint, which may be of another architecture."""
         node: Any = OmegaConf.merge(self.cfg.backbone, {find_weights_key(self.cfg.backbone): source})
         backbone: Backbone = self._build(node, Backbone)
         return backbone
 
-    def variant(self, changes: Mapping[str, Any]) -> Run:
+    def vary(self, changes: Mapping[str, Any]) -> Run:
         """The same run with other values in its configuration; trackers do not hear of it.
 
         Close it after use.
@@ -181,9 +182,9 @@ class Run:
         """What records call the optimizer: its option, its base unless AdamW, and those of single tasks."""
         base = self.choices.get("optimizer@optimizer.base", "adamw")
         name = self.choices["optimizer"] + (f" over {base}" if base != "adamw" else "")
-        return ", ".join([name, *(f"{self._optimizer_of(task)} {task}" for task in self.cfg.optimizer_of)])
+        return ", ".join([name, *(f"{self._name_optimizer(task)} {task}" for task in self.cfg.optimizer_of)])
 
-    def _optimizer_of(self, task: str) -> str:
+    def _name_optimizer(self, task: str) -> str:
         return self.choices.get(f"optimizer@optimizer_of.{task}", "other")
 
     @property
@@ -192,9 +193,13 @@ class Run:
         return self.trainer.processes or len(self.devices)
 
     @cached_property
-    def base_content(self) -> dict[str, str]:
+    def base_content(self) -> dict[str, Any]:
         """What decides the base, as it enters contents."""
-        return dict(self.backbone.identity())
+        return self.describe_backbone(self.backbone)
+
+    def describe_backbone(self, backbone: Backbone) -> dict[str, Any]:
+        """What decides the weights of a backbone of the run's class, and what it does with them."""
+        return {**backbone.identity(), **code_content(self.plain["backbone"])}
 
     @cached_property
     def base_state(self) -> dict[str, Tensor]:
@@ -235,7 +240,7 @@ class Run:
         return {task: self.tasks[task].fingerprint() for task in tasks}
 
     def scoring_content(self, task: str) -> dict[str, Any]:
-        """What decides a score beside model and data, where there is more than one way."""
+        """What decides a score besides model and data, if there are several ways."""
         how = self.backbone.scoring(self.tasks[task])
         return {"scoring": how} if how else {}
 
@@ -292,7 +297,7 @@ class Run:
         inputs = tuple(filter(None, (self._logged.get(each.name) for each in node.needs)))
         optimizer = self.optimizer_name
         if node.unit is not None and node.unit in self.cfg.optimizer_of:
-            optimizer = self._optimizer_of(node.unit)
+            optimizer = self._name_optimizer(node.unit)
         made_by = "imported" if self.cfg.experts else optimizer
         words = [word for word in node.label.split() if word not in ("the", "of", "on", "offsets")]
         name = re.sub(r"[^\w.-]+", "-", "-".join([*words, made_by, f"s{self.seed}"]))[:120]
@@ -314,7 +319,7 @@ class Run:
         return self.only is None or unit is None or unit in self.only
 
     @contextmanager
-    def working_on(self, units: list[str]) -> Iterator[None]:
+    def work_on(self, units: list[str]) -> Iterator[None]:
         """Work on these units meanwhile."""
         before, self.only = self.only, units
         try:
@@ -323,7 +328,7 @@ class Run:
             self.only = before
 
     def spread(self, stage: Callable[[Run], None], nodes: Sequence[Node]) -> None:
-        """Have what is missing of these nodes made on all devices of the run, a process each.
+        """Make missing nodes on all devices of the run, with one process each.
 
         With one device or one unit nothing happens: the stage's own loop does the work.
 
@@ -352,7 +357,7 @@ class Run:
         with Progress(*columns, transient=True, disable=not self.plain["progress"]) as bar:
             name = stage.__name__.removeprefix("stage_").replace("_", " ")
             task = bar.add_task(name, total=len(units))
-            outcomes = self._pool.map(_work, jobs, lambda number, outcome: bar.advance(task))
+            outcomes = self._pool.map(_work_in_process, jobs, lambda number, outcome: bar.advance(task))
         for outcome in outcomes:
             self.made |= outcome.value or set()
         failed = {unit: o for unit, o in zip(units, outcomes, strict=True) if o.error is not None}
@@ -394,7 +399,7 @@ _latest: list[Any] = []
 """In a worker: the configuration of its latest job, and the run with its objects."""
 
 
-def _work(
+def _work_in_process(
     stage: Callable[[Run], None], plain: dict[str, Any], folder: str, choices: dict[str, str], unit: str
 ) -> set[str]:
     """In a worker: a stage for one unit, with the objects that an earlier job of the run left."""
@@ -405,7 +410,7 @@ def _work(
         _latest[1].tracker = Tracker()
     run: Run = _latest[1]
     run.made.clear()
-    with run.working_on([unit]):
+    with run.work_on([unit]):
         stage(run)
     return set(run.made)
 

@@ -78,7 +78,7 @@ def read_fields(run: Run, merger: Merger) -> dict[str, Any]:
 
 
 def read_coefficient(run: Run, merger: Merger) -> float | None:
-    """The merger's coefficient: the searched one, else the method's own; None where it has none."""
+    """The merger's coefficient: the searched one, else the method's own; None if it has none."""
     if merger.searched:
         return float(run.need(search_node(run, merger.label)).info["coefficient"])
     return merger.coefficient
@@ -92,7 +92,7 @@ def _search(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]
     }
     curve: list[Candidate] = _evolve(run, merger, experts, workspace) if run.search.method == "cma_es" else []
     for fields in () if curve else run.search.variants(merger.content):
-        score_at = _scorer(run, merge_experts(run, merger.with_fields(fields).at(1.0)))
+        score_at = _make_scorer(run, merge_experts(run, merger.with_fields(fields).at(1.0)))
         reached = choose_best(curve).normalized if curve else -math.inf
         title = " ".join([f"coefficient of {merger.label}", *(f"{n}={v}" for n, v in fields.items())])
         grid = run.search.coefficients or []
@@ -152,7 +152,7 @@ def _move(state: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor
     return {name: moved[key] for name, key in keys.items()}
 
 
-def _scorer(run: Run, unit: Mapping[str, Tensor]) -> Callable[[float], Score]:
+def _make_scorer(run: Run, unit: Mapping[str, Tensor]) -> Callable[[float], Score]:
     """The validation scores of `θ0 + α Δ` as functions of α, from the model merged at coefficient 1."""
     floating = {n: t for n, t in unit.items() if t.is_floating_point()}
     delta = {n: (t.double() - run.base_state[n].double()).to(run.device) for n, t in floating.items()}
@@ -173,13 +173,13 @@ def _score_model(run: Run) -> Score:
             run.model_to_score(task),
             run.objective(task),
             "validation",
-            index=_first(run.tasks[task].count("validation"), share),
+            index=_take_first(run.tasks[task].count("validation"), share),
             batch_size=run.cfg.evaluation_batch_size,
         ).value
     )
 
 
-def _first(count: int, share: float) -> Tensor:
+def _take_first(count: int, share: float) -> Tensor:
     """A share of a validation part, by the same shuffle for every candidate."""
     if share == 1:
         return torch.arange(count)

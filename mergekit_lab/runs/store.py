@@ -20,7 +20,16 @@ from mergekit_lab.schema.check import build, check_group
 from mergekit_lab.schema.store import StoreSettings
 from mergekit_lab.store import Artifact, Store
 from mergekit_lab.store.store import MANIFEST
-from mergekit_lab.store.upkeep import adopt, damages, half_made, nearest, older_than, remove, size, unreadable
+from mergekit_lab.store.upkeep import (
+    adopt,
+    find_damages,
+    find_half_made,
+    find_nearest,
+    find_unreadable,
+    is_older,
+    remove,
+    size,
+)
 
 if TYPE_CHECKING:
     from mergekit_lab.runs.run import Run
@@ -71,12 +80,12 @@ def _select(store: Store, settings: StoreSettings, others: Sequence[Artifact] = 
         if not artifacts:
             raise InputError(f"nothing in the store {store.root} has a key that begins with {settings.key!r}")
     if settings.older_than is not None:
-        artifacts = [a for a in artifacts if older_than(a, settings.older_than)]
+        artifacts = [a for a in artifacts if is_older(a, settings.older_than)]
     return artifacts
 
 
 def _list(store: Store, settings: StoreSettings) -> None:
-    cut = list(half_made(store))
+    cut = list(find_half_made(store))
     by_kind: dict[str, list[Artifact]] = defaultdict(list)
     for artifact in _select(store, settings, cut):
         by_kind[f"{artifact.kind}{', half made' if artifact in cut else ''}"].append(artifact)
@@ -102,8 +111,8 @@ def _describe(artifact: Artifact) -> str:
 
 def _verify(store: Store, settings: StoreSettings, removes: bool) -> None:
     """Name what is not as it was published, and take it out where that is confirmed."""
-    chosen = _select(store, settings, list(unreadable(store)))
-    wrong = damages(chosen)
+    chosen = _select(store, settings, list(find_unreadable(store)))
+    wrong = find_damages(chosen)
     folders = list(dict.fromkeys(damage.folder for damage in wrong))
     messages = "\n".join(damage.message for damage in wrong)
     if not wrong:
@@ -111,7 +120,7 @@ def _verify(store: Store, settings: StoreSettings, removes: bool) -> None:
     elif not removes:
         raise InputError(
             f"{len(folders)} artifacts in the store {store.root} are damaged: store.confirm=true removes "
-            f"them, and a run that wants them makes them again:\n{messages}"
+            f"them, and a run that needs them makes them again:\n{messages}"
         )
     else:
         for folder in folders:
@@ -125,9 +134,9 @@ def _explain(run: Run, settings: StoreSettings) -> None:
 
     missing = [node for node in list_nodes(run) if settings.kind in (None, node.kind) and not run.find(node)]
     if not missing:
-        log.info("all that this run wants is in the store %s", run.store.root)
+        log.info("everything that this run needs is in the store %s", run.store.root)
     for node in [node for node in missing if node.kind == missing[0].kind]:  # the rest follows from it
-        near = nearest(run.store, node.kind, node.content)
+        near = find_nearest(run.store, node.kind, node.content)
         what = f"{node.kind} {node.key[:_SHORT]} ({node.content.get('task', 'all tasks')})"
         if near is None:
             log.info("%s: the store has no %s", what, node.kind)
@@ -149,7 +158,7 @@ def _prune(run: Run, settings: StoreSettings) -> None:
     names = {(node.kind, node.key) for node in list_nodes(run)}
     chosen = [
         artifact
-        for artifact in _select(run.store, settings, list(half_made(run.store)))
+        for artifact in _select(run.store, settings, list(find_half_made(run.store)))
         if settings.which == "all" or ((artifact.kind, artifact.key) in names) == (settings.which == "run")
     ]
     if settings.which == "others" and settings.kind is None:
@@ -188,7 +197,7 @@ def _export(store: Store, settings: StoreSettings, cfg: DictConfig) -> None:
     artifact = chosen[0]
     files = {name: artifact.file(name) for name in artifact.files} | {MANIFEST: artifact.folder / MANIFEST}
     with make_folder(out, planned={name: file.stat().st_size for name, file in files.items()}) as folder:
-        companions = _companions(cfg, artifact, folder)
+        companions = _list_companions(cfg, artifact, folder)
         for name, file in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, folder / name)
@@ -203,16 +212,16 @@ def _export(store: Store, settings: StoreSettings, cfg: DictConfig) -> None:
 def _read_results(store: Store, artifact: Artifact) -> dict[str, float]:
     """What the store's evaluations of a model on test parts say: values by `task/metric`."""
     return {
-        f"{found.content['task']}/{metric}": value
-        for found in store.artifacts()
-        if found.kind == "evaluations"
-        and found.content.get("model") == artifact.key
-        and found.content.get("part") == "test"
-        for metric, value in found.info.get("metrics", {}).items()
+        f"{each.content['task']}/{metric}": value
+        for each in store.artifacts()
+        if each.kind == "evaluations"
+        and each.content.get("model") == artifact.key
+        and each.content.get("part") == "test"
+        for metric, value in each.info.get("metrics", {}).items()
     }
 
 
-def _companions(cfg: DictConfig, artifact: Artifact, folder: Path) -> list[str]:
+def _list_companions(cfg: DictConfig, artifact: Artifact, folder: Path) -> list[str]:
     made_of = artifact.content.get("backbone") or artifact.content.get("base")
     if "model.safetensors" not in artifact.files or not made_of:
         return []
@@ -220,7 +229,7 @@ def _companions(cfg: DictConfig, artifact: Artifact, folder: Path) -> list[str]:
 
     backbone = build(cfg.backbone, Backbone)
     try:
-        if backbone.identity() == made_of:
+        if backbone.identity().items() <= made_of.items():
             return backbone.write_companions(folder)
     except InputError as error:
         log.warning("%s", error)

@@ -16,10 +16,10 @@ from mergekit_lab.checkpoints import write_tensors
 from mergekit_lab.memory import fit_memory
 from mergekit_lab.reporting import Tracker
 from mergekit_lab.runs.run import MODEL, Run
-from mergekit_lab.schema.run import optimizer_factory
+from mergekit_lab.schema.run import make_optimizer_factory
 from mergekit_lab.store.store import Workspace
 from mergekit_lab.training import TrainingSettings
-from mergekit_lab.workers import import_ahead, together
+from mergekit_lab.workers import import_ahead, run_together
 
 log = logging.getLogger(__name__)
 logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
@@ -64,7 +64,7 @@ class Training:
         fit = None if self.fit is None else dict(self.fit)
         shared = (run.plain, str(run.folder), dict(run.choices))
         import_ahead(IMPORTS)
-        return together(
+        return run_together(
             _train_a_rank,
             (shared, (self.title, list(self.tasks), optimizer, settings, fit), workspace),
             devices,
@@ -107,13 +107,13 @@ class Training:
         done = finetune(
             model,
             {task: run.objective(task) for task in self.tasks},
-            optimizer_factory(self.optimizer, settings.steps, self.fit),
+            make_optimizer_factory(self.optimizer, settings.steps, self.fit),
             settings,
             seed=run.seed,
             resume=workspace.resume,
             identity=workspace.resume.parent.name,
             callbacks=[cost],
-            trainer=self._lightning_arguments() | {"enable_progress_bar": run.cfg.progress},
+            trainer=self._collect_arguments() | {"enable_progress_bar": run.cfg.progress},
             on_metrics=lambda metrics, step: run.tracker.log(
                 {f"{prefix}/{name}": value for name, value in metrics.items()}, step
             ),
@@ -128,7 +128,7 @@ class Training:
         info = {"val_accuracy": done.val_accuracy, "step": done.step, "accumulate": settings.accumulate}
         return info | cost.measured
 
-    def _lightning_arguments(self) -> dict[str, Any]:
+    def _collect_arguments(self) -> dict[str, Any]:
         """Of `lightning.Trainer`; a process that trains alone does so on the run's device."""
         run = self.run
         devices: int | list[int] = run.processes

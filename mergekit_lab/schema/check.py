@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mergekit_lab.errors import InputError, abbreviate, listing, suggestion
 from mergekit_lab.schema.target import Target
-from mergekit_lab.schema.values import check_value, inner_type, options_of
+from mergekit_lab.schema.values import check_value, find_inner_type, list_options
 
 T = TypeVar("T")
 _HYDRA_KEYS = {"_target_", "_partial_", "_recursive_", "_convert_"}
@@ -78,23 +78,25 @@ def with_floats(cfg: DictConfig, schema: type) -> DictConfig:
 def _as_declared(value: Any, hint: Any) -> Any:
     if type(value) is int:
         options = [
-            get_args(option)[0] if hasattr(option, "__metadata__") else option for option in options_of(hint)
+            get_args(option)[0] if hasattr(option, "__metadata__") else option for option in list_options(hint)
         ]
         return float(value) if float in options and int not in options else value
     if isinstance(value, list):
-        return [_as_declared(item, inner_type(hint, value)) for item in value]
+        return [_as_declared(item, find_inner_type(hint, value)) for item in value]
     if not isinstance(value, Mapping):
         return value
     hints: Mapping[str, Any] = {}
     if "_target_" in value:
         with suppress(Exception):  # one that is not there is refused by the check
-            hints = _hints_of_target(get_object(value["_target_"]))
+            hints = _read_hints(get_object(value["_target_"]))
     elif is_dataclass(hint):
         hints = get_type_hints(hint, include_extras=True)
-    return {name: _as_declared(item, hints.get(name, inner_type(hint, value))) for name, item in value.items()}
+    return {
+        name: _as_declared(item, hints.get(name, find_inner_type(hint, value))) for name, item in value.items()
+    }
 
 
-def _hints_of_target(target: Any) -> Mapping[str, Any]:
+def _read_hints(target: Any) -> Mapping[str, Any]:
     """The types of what a class or a function takes, where they can be told."""
     taker = target.__init__ if inspect.isclass(target) and not is_dataclass(target) else target
     with suppress(NameError, TypeError, AttributeError):
@@ -137,7 +139,7 @@ def _check_keys(node: Mapping[str, Any], taker: Any, path: tuple[str, ...]) -> N
     """The keys of a group against the fields of a schema's dataclass, or what a target takes."""
     is_target = "_target_" in node
     parameters = inspect.signature(taker).parameters
-    hints = _hints_of_target(taker) if is_target else get_type_hints(taker, include_extras=True)
+    hints = _read_hints(taker) if is_target else get_type_hints(taker, include_extras=True)
     keys = {name: value for name, value in node.items() if not (is_target and name in _HYDRA_KEYS)}
     if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         _refuse_unknown(keys, parameters, path)
@@ -158,10 +160,10 @@ def _check(value: Any, hint: Any, path: tuple[str, ...]) -> None:
     """One value against its type, and every target in it."""
     if isinstance(value, Mapping) and "_target_" in value:
         _check_target(value, hint, path)
-    elif (isinstance(value, Mapping) and inner_type(hint, value) is not Any) or _holds_target(value):
+    elif (isinstance(value, Mapping) and find_inner_type(hint, value) is not Any) or _holds_target(value):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for name, item in items:
-            _check(item, inner_type(hint, value), (*path, str(name)))
+            _check(item, find_inner_type(hint, value), (*path, str(name)))
     else:
         check_value(value, hint, ".".join(path))
 
@@ -175,14 +177,14 @@ def _holds_target(value: Any) -> bool:
 def _check_target(node: Mapping[str, Any], hint: Any, path: tuple[str, ...]) -> None:
     """Resolve a `_target_`, and refuse one that does not make what its place asks for: it is not called."""
     where = ".".join((*path, "_target_"))
-    wanted = _classes(hint)
+    wanted = _list_classes(hint)
     if not wanted:
         raise InputError(f"{where} is {abbreviate(node['_target_'])}: no class is allowed here")
     try:
         target = get_object(node["_target_"])
     except Exception as error:  # importing a user's module may raise anything
         raise InputError(f"{where}: {error}") from None
-    made = target if inspect.isclass(target) else _returned_class(target)
+    made = target if inspect.isclass(target) else _find_returned_class(target)
     if made is None or not issubclass(made, wanted):
         names = " or ".join(kind.__name__ for kind in wanted)
         raise InputError(
@@ -191,27 +193,27 @@ def _check_target(node: Mapping[str, Any], hint: Any, path: tuple[str, ...]) -> 
     _check_keys(node, target, path)
 
 
-def _classes(hint: Any) -> tuple[type, ...]:
+def _list_classes(hint: Any) -> tuple[type, ...]:
     """The classes that may be made where this type is declared."""
-    found: list[type] = []
-    for option in options_of(hint):
+    classes: list[type] = []
+    for option in list_options(hint):
         origin, arguments = get_origin(option), get_args(option)
         if origin is Target and get_origin(arguments[0]) is Literal:
-            found += [get_class(name) for name in get_args(arguments[0])]
+            classes += [get_class(name) for name in get_args(arguments[0])]
         elif origin is Target:
-            found += _classes(arguments[0])
+            classes += _list_classes(arguments[0])
         elif origin is Callable and arguments:
-            found += _classes(arguments[-1])
+            classes += _list_classes(arguments[-1])
         elif inspect.isclass(option) and option is not Any and option.__module__ != "builtins":
-            found.append(option)
-    return tuple(found)
+            classes.append(option)
+    return tuple(classes)
 
 
-def _returned_class(target: Any) -> type | None:
+def _find_returned_class(target: Any) -> type | None:
     """What a function says it returns; our own functions are no targets."""
     if str(getattr(target, "__module__", "")).partition(".")[0] == "mergekit_lab":
         return None
-    returned = _hints_of_target(target).get("return") if callable(target) else None
+    returned = _read_hints(target).get("return") if callable(target) else None
     return returned if inspect.isclass(returned) else None
 
 
@@ -220,10 +222,12 @@ def _refuse_unknown(node: Mapping[str, Any], known: Iterable[str], path: tuple[s
     for name in node:
         if name not in known:
             key = ".".join((*path, str(name)))
-            raise InputError(f"unknown key {key!r} ({_origin(key, str(name))}){suggestion(str(name), known)}")
+            raise InputError(
+                f"unknown key {key!r} ({_find_origin(key, str(name))}){suggestion(str(name), known)}"
+            )
 
 
-def _origin(key: str, name: str) -> str:
+def _find_origin(key: str, name: str) -> str:
     """The configuration file that sets a key, as far as its text tells; else the command line."""
     if not HydraConfig.initialized():
         return "in the composed configuration"
@@ -247,11 +251,11 @@ def _origin(key: str, name: str) -> str:
 def without_null_coefficient(node: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """The node without `coefficient: null` (at its top, or in its `inner`), and whether there was one."""
     kept = {name: value for name, value in node.items() if not (name == "coefficient" and value is None)}
-    found = len(kept) < len(node)
+    any_left_out = len(kept) < len(node)
     if isinstance(kept.get("inner"), dict):
         kept["inner"], inner_found = without_null_coefficient(kept["inner"])
-        found = found or inner_found
-    return kept, found
+        any_left_out = any_left_out or inner_found
+    return kept, any_left_out
 
 
 def list_stages(cfg: DictConfig) -> list[str]:
@@ -259,7 +263,7 @@ def list_stages(cfg: DictConfig) -> list[str]:
     return [cfg.stage] if isinstance(cfg.stage, str) else list(cfg.stage or ())
 
 
-def stage_list(cfg: DictConfig, known: Iterable[str]) -> list[str]:
+def check_stages(cfg: DictConfig, known: Iterable[str]) -> list[str]:
     """The same, if all of them are known.
 
     Raises:

@@ -59,7 +59,7 @@ def check_hydra(cfg: DictConfig) -> None:
     for name in ("callbacks", *_PLUGINS, *_LOGS):
         node = OmegaConf.select(cfg, f"hydra.{name}")
         for path, target in _list_calls(node, (name,)) if OmegaConf.is_config(node) else ():
-            kind = _wanted(path)
+            kind = _describe_wanted(path)
             if kind and not _is_right(target, path):
                 raise InputError(f"hydra.{'.'.join(path)} is {target!r}; it must be {kind}")
 
@@ -83,7 +83,7 @@ def _list_calls(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, .
             yield here, str(value)
 
 
-def _wanted(path: tuple[str, ...]) -> str | None:
+def _describe_wanted(path: tuple[str, ...]) -> str | None:
     """What belongs in a place; None where Hydra itself looks at what does."""
     if path[0] == "callbacks":
         return "a Callback of Hydra, of plain values" if len(path) == 3 else "a plain value"
@@ -94,11 +94,11 @@ def _wanted(path: tuple[str, ...]) -> str | None:
 
 def _is_right(target: str, path: tuple[str, ...]) -> bool:
     try:
-        found = get_object(target)
+        made = get_object(target)
     except Exception:  # importing what a configuration names can raise anything
         return False
-    if not inspect.isclass(found):
+    if not inspect.isclass(made):
         return False
     if path[0] == "callbacks":
-        return len(path) == 3 and issubclass(found, Callback)
-    return found.__module__.split(".")[0] == "optuna" if path[0] in _PLUGINS else issubclass(found, _LOGGING)
+        return len(path) == 3 and issubclass(made, Callback)
+    return made.__module__.split(".")[0] == "optuna" if path[0] in _PLUGINS else issubclass(made, _LOGGING)

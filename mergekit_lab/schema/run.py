@@ -1,4 +1,4 @@
-"""The configuration of a run over backbones and tasks. `checking` compares what is composed with it."""
+"""The configuration of a run over backbones and tasks. `check` compares composed configurations with it."""
 
 from __future__ import annotations
 
@@ -134,15 +134,15 @@ class Search:
         return self.method == "cma_es" or bool(self.coefficients)
 
     def content(self) -> dict[str, Any]:
-        """What of it decides a choice, for the names of results."""
+        """The part that decides a choice, for the keys of results."""
         if self.method == "cma_es":
             return {"search": self.method, **{name: getattr(self, name) for name in _OF_CMA_ES}}
-        found: dict[str, Any] = {"grid": self.coefficients}
+        content: dict[str, Any] = {"grid": self.coefficients}
         if self.method != "grid":
-            found |= {"search": self.method, "refine": self.refine}
+            content |= {"search": self.method, "refine": self.refine}
         elif self.patience is not None:
-            found["patience"] = self.patience
-        return found
+            content["patience"] = self.patience
+        return content
 
     def variants(self, method: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Every combination of the searched values of fields that a method has; `[{}]` for none."""
@@ -175,7 +175,7 @@ class TrainerSettings:
     def __post_init__(self) -> None:
         if self.strategy == "auto" and self.processes != 1:
             raise InputError(
-                f"trainer.processes is {self.processes}, and one process trains an expert: choose trainer=ddp "
+                f"trainer.processes is {self.processes}, but one process trains an expert: choose trainer=ddp "
                 "or trainer=fsdp, or leave it 1 (experts are spread over the devices of `device`)"
             )
 
@@ -271,8 +271,8 @@ def check(cfg: DictConfig) -> None:
                 f"optimizer_of.{task}.scale is 'fit', which works only with one optimizer for all tasks: "
                 "give it as a number"
             )
-        evaluations_a_step(node)
-    TrainingSettings(**cfg.training).plan(evaluations_a_step(cfg.optimizer))
+        count_evaluations_a_step(node)
+    TrainingSettings(**cfg.training).plan(count_evaluations_a_step(cfg.optimizer))
     optimizers = [cfg.optimizer, *cfg.optimizer_of.values()]
     if cfg.training.precision == "bf16-true":
         _refuse_vanishing_offsets(optimizers)
@@ -326,17 +326,17 @@ def with_chosen_merger(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
 
 
 def _refuse_vanishing_offsets(nodes: Iterable[DictConfig]) -> None:
-    for made in map(_built_alone, nodes):
+    for made in map(_build_alone, nodes):
         if isinstance(made, OffsetOptimizer):
             raise InputError(
                 f"{type(made).__name__}'s offsets would vanish in the rounding of bfloat16 weights (half a "
                 "unit in the last place of .25 is 5e-4): set training.precision=bf16-mixed, which trains "
-                "float32 weights with bfloat16 arithmetic and stores them as the backbone is stored"
+                "float32 weights with bfloat16 arithmetic and stores them in the backbone's dtype"
             )
 
 
 def _refuse_what_needs_whole_weights(finetuning: Parametrization, nodes: Iterable[DictConfig]) -> None:
-    using = [finetuning, *map(_built_alone, nodes)]
+    using = [finetuning, *map(_build_alone, nodes)]
     if odd := [type(one).__name__ for one in using if not getattr(one, "takes_sharded", True)]:
         raise InputError(
             f"trainer=fsdp leaves each process a part of every weight, and {odd[0]} needs them whole: take "
@@ -344,13 +344,13 @@ def _refuse_what_needs_whole_weights(finetuning: Parametrization, nodes: Iterabl
         )
 
 
-def _built_alone(node: DictConfig) -> Optimizer:
+def _build_alone(node: DictConfig) -> Optimizer:
     """The optimizer of a configuration, on a parameter of its own.
 
     Raises:
         ValueError: a setting of torch's own is so large that a step would overflow; ours say so themselves.
     """
-    made: Optimizer = optimizer_factory(node, 1, _ANY_FIT if wants_fit(node) else None)(
+    made: Optimizer = make_optimizer_factory(node, 1, _ANY_FIT if wants_fit(node) else None)(
         [("weight", torch.nn.Parameter(torch.zeros(1)))]
     )
     for name, value in made.param_groups[0].items():
@@ -359,13 +359,13 @@ def _built_alone(node: DictConfig) -> Optimizer:
     return made
 
 
-def evaluations_a_step(node: DictConfig) -> Fraction:
+def count_evaluations_a_step(node: DictConfig) -> Fraction:
     """What a step of an optimizer's configuration costs, in gradients of a whole batch.
 
     It is built for that, so that its complaints come before any training.
     """
     try:
-        return gradient_evaluations(_built_alone(node))
+        return gradient_evaluations(_build_alone(node))
     except (ValueError, TypeError) as error:
         raise InputError(f"the optimizer cannot be built: {str(error).splitlines()[0]}") from None
 
@@ -375,7 +375,7 @@ def wants_fit(node: DictConfig) -> bool:
     return bool(node.get("scale") == "fit")
 
 
-def optimizer_factory(node: DictConfig, steps: int, fit: Mapping[str, float] | None = None) -> Any:
+def make_optimizer_factory(node: DictConfig, steps: int, fit: Mapping[str, float] | None = None) -> Any:
     """The optimizer group as a callable of named parameters; `_partial_` is set by its file.
 
     Args:

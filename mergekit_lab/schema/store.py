@@ -1,4 +1,4 @@
-"""What a configuration may say of the store; read without any framework."""
+"""Settings of the store; importing this needs no framework."""
 
 from __future__ import annotations
 

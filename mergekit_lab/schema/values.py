@@ -30,17 +30,17 @@ _RULES = {
 """pydantic's errors that say more than a type, and what a value must be."""
 
 
-def options_of(hint: Any) -> tuple[Any, ...]:
-    """The members of a union, or the type alone."""
+def list_options(hint: Any) -> tuple[Any, ...]:
+    """The members of a union, or the type itself."""
     if get_origin(hint) is Annotated:
-        return options_of(get_args(hint)[0])
+        return list_options(get_args(hint)[0])
     return get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
 
 
-def inner_type(hint: Any, value: object) -> Any:
-    """What a type declares for the items of a list or mapping; `Any` where it does not say."""
+def find_inner_type(hint: Any, value: object) -> Any:
+    """What a type declares for the items of a list or mapping; `Any` if it is not declared."""
     wanted = _MAPPINGS if isinstance(value, Mapping) else _SEQUENCES
-    for option in options_of(hint):
+    for option in list_options(hint):
         if get_origin(option) in wanted:
             return next((each for each in reversed(get_args(option)) if each is not Ellipsis), Any)
     return Any
@@ -49,7 +49,7 @@ def inner_type(hint: Any, value: object) -> Any:
 def takes_mapping(hint: Any) -> bool:
     """Whether a value of this type may be a group of keys."""
     return any(
-        option is Any or option in _MAPPINGS or get_origin(option) in _MAPPINGS for option in options_of(hint)
+        option is Any or option in _MAPPINGS or get_origin(option) in _MAPPINGS for option in list_options(hint)
     )
 
 
@@ -67,16 +67,16 @@ def check_value(value: Any, hint: Any, name: str) -> None:
     where = f"{name} is {abbreviate(value)}"
     if not _is_finite(value):
         raise InputError(f"{where}; it must be finite, in float32 too")
-    if any(get_origin(option) is Target for option in options_of(hint)):
-        if value is not None or NoneType not in options_of(hint):
+    if any(get_origin(option) is Target for option in list_options(hint)):
+        if value is not None or NoneType not in list_options(hint):
             raise InputError(f"{where}; it must be a group with a _target_")
     elif isinstance(value, Mapping) and not takes_mapping(hint):
         raise InputError(f"{where}; it must be {_describe(hint)}")
-    elif (adapter := _adapter(hint)) is not None:
+    elif (adapter := _make_adapter(hint)) is not None:
         try:
             adapter.validate_json(json.dumps(value, default=repr))
         except ValidationError as error:
-            raise InputError(f"{where}{_rule(error, hint, value)}") from None
+            raise InputError(f"{where}{_describe_rule(error, hint, value)}") from None
 
 
 def _is_finite(value: Any) -> bool:
@@ -88,7 +88,7 @@ def _is_finite(value: Any) -> bool:
 
 
 @cache
-def _adapter(hint: Any) -> TypeAdapter[Any] | None:
+def _make_adapter(hint: Any) -> TypeAdapter[Any] | None:
     """None for a type that says nothing of plain values."""
     try:
         return TypeAdapter(hint, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
@@ -96,13 +96,13 @@ def _adapter(hint: Any) -> TypeAdapter[Any] | None:
         return None
 
 
-def _rule(error: ValidationError, hint: Any, value: Any) -> str:
+def _describe_rule(error: ValidationError, hint: Any, value: Any) -> str:
     """What the value must be, in our words."""
     for each in error.errors(include_url=False, include_input=False):
         if rule := _RULES.get(each["type"]):
-            null = ", or null" if NoneType in options_of(hint) else ""
+            null = ", or null" if NoneType in list_options(hint) else ""
             return f"; it must be {rule.format(**each.get('ctx', {}))}{null}"
-    choices = [c for option in options_of(hint) if get_origin(option) is Literal for c in get_args(option)]
+    choices = [c for option in list_options(hint) if get_origin(option) is Literal for c in get_args(option)]
     if choices and isinstance(value, str):
         return suggestion(value, map(str, choices))
     return f"; it must be {_describe(hint)}"
@@ -110,7 +110,7 @@ def _rule(error: ValidationError, hint: Any, value: Any) -> str:
 
 def _describe(hint: Any) -> str:
     """A type as a user reads it."""
-    return "of type " + " | ".join(map(_name, options_of(hint)))
+    return "of type " + " | ".join(map(_name, list_options(hint)))
 
 
 def _name(hint: Any) -> str:

@@ -1,5 +1,5 @@
-"""Content-addressed artifacts: what is made once is found again."""
+"""Artifacts named by a hash of what decides them, so that nothing is made twice."""
 
-from mergekit_lab.store.store import SCHEMA, Artifact, Store, content_key
+from mergekit_lab.store.store import SCHEMA, Artifact, Store, make_key
 
-__all__ = ["SCHEMA", "Artifact", "Store", "content_key"]
+__all__ = ["SCHEMA", "Artifact", "Store", "make_key"]

@@ -49,7 +49,7 @@ class FolderLock:
         poll: seconds between two looks of a waiter.
 
     Raises:
-        InputError: what stands at the path is no folder.
+        InputError: the path is no folder.
         OSError: the file system refuses, e.g. it is read-only or full.
     """
 
@@ -101,7 +101,7 @@ class FolderLock:
         return os.path.exists(self._mark)
 
     def clear_around(self) -> None:
-        """Remove what processes that were killed left beside this lock, which is held.
+        """Remove leftovers of killed processes next to this lock, which must be held.
 
         A lock that nobody asks for again (the kill came after its artifact was published), or one that was on
         its way to its name: each is a folder that would stay for ever.

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ _VERSIONED = ("torch", "open_clip_torch", "lightning")
 log = logging.getLogger(__name__)
 
 
-def content_key(content: Mapping[str, Any], schema: int = SCHEMA) -> str:
+def make_key(content: Mapping[str, Any], schema: int = SCHEMA) -> str:
     """A hash of a JSON-able mapping that does not depend on the order of its keys.
 
     Args:
@@ -111,7 +112,7 @@ class Artifact:
         return path
 
     def damage(self, name: str) -> str | None:
-        """What is wrong with a file, None if nothing.
+        """A damaged file's problem, or None.
 
         Raises:
             InputError: this user may not read it, so that nothing can be said of it.
@@ -122,7 +123,7 @@ class Artifact:
                 return f"{self.title} cannot be read: {name!r} is a pipe or a device, not a file"
             digest, size = _hash(path), path.stat().st_size
         except PermissionError:
-            raise _nothing_known(path, "Permission denied") from None
+            raise _explain_unknown(path, "Permission denied") from None
         except OSError as error:
             return f"{self.title} cannot be read: {name!r}: {error.strerror}"
         if digest == wanted:
@@ -146,8 +147,8 @@ class Workspace:
     """The folders that an artifact is made in.
 
     Attributes:
-        out: files that will be published; empty when making starts.
-        resume: files that stay when making is cut short, for the next try; not published.
+        out: files to publish; empty at the start.
+        resume: files for the next try after an interruption; not published.
     """
 
     out: Path
@@ -172,13 +173,13 @@ class Store:
         Raises:
             InputError: it is there, but its manifest is damaged.
         """
-        key = content_key(content)
+        key = make_key(content)
         folder = self.root / kind / key
         try:
             if not folder.is_dir():
                 return None
             artifact = read_artifact(folder)
-            if content_key(artifact.content, artifact.schema) != key:
+            if make_key(artifact.content, artifact.schema) != key:
                 raise ValueError("it is another artifact's")
             return artifact
         except FileNotFoundError:
@@ -202,7 +203,7 @@ class Store:
             try:
                 aged.append(((folder / MANIFEST).stat().st_mtime, read_artifact(folder)))
             except PermissionError as error:
-                raise _nothing_known(folder, str(error.strerror)) from None
+                raise _explain_unknown(folder, str(error.strerror)) from None
             except DAMAGE:  # others may remove some meanwhile
                 continue
         yield from (artifact for _, artifact in sorted(aged, key=lambda pair: (pair[1].kind, pair[0])))
@@ -228,7 +229,7 @@ class Store:
             make: writes files into `workspace.out` and returns `info`. If it raises, nothing is published and
                 `workspace.resume` stays.
         """
-        key = content_key(content)
+        key = make_key(content)
         while not (artifact := self.find(kind, content)):
             with self._lock(kind, key) as lock:
                 with suppress(OSError):  # NFS asks its server anew what is in a folder that is opened
@@ -258,8 +259,8 @@ class Store:
     ) -> None:
         work = self.root / "work" / kind / key
         workspace = Workspace(work / f"out-{uuid.uuid4().hex[:8]}", work / "resume")
-        with self._writing(workspace):
-            with self._writable():
+        with self._explain_writing(workspace):
+            with self._require_writable():
                 discard(self.root / kind / key)  # without a manifest it is no artifact
                 for left in work.glob("out-*"):
                     discard(left)
@@ -277,7 +278,7 @@ class Store:
     def _lock(self, kind: str, key: str) -> Iterator[FolderLock]:
         folder = self.root / "locks"
         lock = FolderLock(folder / f"{kind}-{key}", f"{kind} {key}", stale_after=self.stale_after)
-        with self._writable():
+        with self._require_writable():
             _make_folder(folder)
             lock.__enter__()
         try:
@@ -287,7 +288,7 @@ class Store:
             lock.__exit__(None, None, None)
 
     @contextmanager
-    def _writable(self) -> Iterator[None]:
+    def _require_writable(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -296,7 +297,7 @@ class Store:
             ) from error
 
     @contextmanager
-    def _writing(self, workspace: Workspace) -> Iterator[None]:
+    def _explain_writing(self, workspace: Workspace) -> Iterator[None]:
         """Name a full disk as such, wherever in the making it was met, and so a folder that was deleted
         meanwhile; what can be resumed stays."""
         try:
@@ -307,7 +308,7 @@ class Store:
                     f"{workspace.out} was deleted while something was made there ({error}): run the same "
                     "command again"
                 ) from error
-            if isinstance(error, InputError) or not says_full(error):
+            if isinstance(error, InputError) or not is_full(error):
                 raise
             raise InputError(
                 f"no room for more in the store {self.root} ({error}): free some (stage=store "
@@ -325,14 +326,10 @@ class Store:
             "content": content,
             "info": info,
             "files": files,
-            "versions": {
-                "mergekit_lab": __version__,
-                "python": platform.python_version(),
-                **{name: metadata.version(name) for name in _VERSIONED},
-            },
+            "versions": _list_versions(),
             "created": time.strftime(_TIME, time.gmtime()),
         }
-        manifest["digest"] = manifest_digest(manifest)
+        manifest["digest"] = digest_manifest(manifest)
         text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
         (out / MANIFEST).write_bytes(text.encode(errors="backslashreplace"))  # JSON's own escapes
         for path in out.rglob("*"):
@@ -353,6 +350,15 @@ class Store:
         _fsync(target.parent)
 
 
+@cache
+def _list_versions() -> dict[str, str]:
+    return {
+        "mergekit_lab": __version__,
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in _VERSIONED},
+    }
+
+
 def read_artifact(folder: Path) -> Artifact:
     """A published artifact by its folder.
 
@@ -363,7 +369,7 @@ def read_artifact(folder: Path) -> Artifact:
     manifest = json.loads(read_file(folder / MANIFEST, MANIFEST_BYTES))
     if not isinstance(manifest, dict):
         raise TypeError(f"it holds a {type(manifest).__name__}")
-    if manifest.get("digest", digest := manifest_digest(manifest)) != digest:  # older ones have none
+    if manifest.get("digest", digest := digest_manifest(manifest)) != digest:  # older ones have none
         raise ValueError("it is not as it was published")
     return Artifact(
         show_name(folder.parent.name),
@@ -377,14 +383,14 @@ def read_artifact(folder: Path) -> Artifact:
     )
 
 
-def manifest_digest(manifest: Mapping[str, Any]) -> str:
-    """A hash of all that a manifest says: what an evaluation measured stands in no other file."""
+def digest_manifest(manifest: Mapping[str, Any]) -> str:
+    """Hash a whole manifest, because an evaluation's results are in no other file."""
     said = json.loads(json.dumps({name: value for name, value in manifest.items() if name != "digest"}))
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def list_folder(folder: Path) -> list[Path]:
-    """What is in a folder, sorted; nothing where there is none.
+    """List a folder's content, sorted; empty if there is no folder.
 
     Raises:
         InputError: it cannot be read.
@@ -397,10 +403,10 @@ def list_folder(folder: Path) -> list[Path]:
         reason = "it is a link to nowhere"
     except OSError as error:
         reason = str(error.strerror)
-    raise _nothing_known(folder, reason)
+    raise _explain_unknown(folder, reason)
 
 
-def _nothing_known(path: Path, reason: str) -> InputError:
+def _explain_unknown(path: Path, reason: str) -> InputError:
     return InputError(f"{show_name(str(path))} cannot be read ({reason}), so its content is unknown")
 
 
@@ -439,7 +445,7 @@ def show_name(name: str) -> str:
     return name if name.isprintable() else ascii(name)
 
 
-def says_full(error: BaseException) -> bool:
+def is_full(error: BaseException) -> bool:
     """Whether an error, or one that it came from, is that of a full disk; writers outside of Python (torch,
     safetensors) say it in words alone."""
     cause: BaseException | None = error

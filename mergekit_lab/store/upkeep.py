@@ -1,4 +1,4 @@
-"""Looking after a store: what is there, whether it is sound, why something was not found, what may go."""
+"""Look after a store: list it, verify it, explain why something was not found, remove what is not needed."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from mergekit_lab.store.store import (
     Artifact,
     Store,
     Workspace,
-    content_key,
+    digest_manifest,
     list_folder,
-    manifest_digest,
+    make_key,
     read_artifact,
     show_name,
 )
@@ -43,23 +43,23 @@ class Damage:
     """A published folder that is not as it was published.
 
     Attributes:
-        folder: where it is.
-        message: what is wrong, one line.
+        folder: the damaged folder.
+        message: the problem, one line.
     """
 
     folder: Path
     message: str
 
 
-def damages(artifacts: Iterable[Artifact]) -> list[Damage]:
-    """What is wrong with published folders: a file missing, truncated or flipped, a manifest that is not there,
+def find_damages(artifacts: Iterable[Artifact]) -> list[Damage]:
+    """Problems of published folders: a file missing, truncated or flipped, a manifest that is missing,
     damaged or another artifact's. What others remove meanwhile is left out."""
     wrong = []
     for artifact in artifacts:
         messages = [message for name in artifact.files if (message := artifact.damage(name))]
         try:
             read = read_artifact(artifact.folder)
-            if content_key(read.content, read.schema) != artifact.key:
+            if make_key(read.content, read.schema) != artifact.key:
                 messages.append(f"{artifact.title} has the manifest of another artifact")
         except FileNotFoundError:
             messages.append(f"{artifact.title} has no manifest: nothing was published there")
@@ -72,7 +72,7 @@ def damages(artifacts: Iterable[Artifact]) -> list[Damage]:
     return wrong
 
 
-def unreadable(store: Store) -> Iterator[Artifact]:
+def find_unreadable(store: Store) -> Iterator[Artifact]:
     """What stands where artifacts do, and has no manifest that can be read.
 
     Raises:
@@ -85,7 +85,7 @@ def unreadable(store: Store) -> Iterator[Artifact]:
             yield _name_by_folder(folder)
 
 
-def half_made(store: Store) -> Iterator[Artifact]:
+def find_half_made(store: Store) -> Iterator[Artifact]:
     """What was cut in the making and can be resumed, and, of kind "removed", what was cut in its removal.
 
     What a process is at work on is left out.
@@ -101,12 +101,12 @@ def half_made(store: Store) -> Iterator[Artifact]:
 
 def _name_by_folder(folder: Path) -> Artifact:
     """A folder as the artifact that it is, or will be; `created` is when it was last written to."""
-    latest = max(state.st_mtime for state in _states(folder))
+    latest = max(state.st_mtime for state in _list_states(folder))
     created = datetime.fromtimestamp(min(max(latest, 0), _LATEST), UTC).isoformat(timespec="seconds")
     return Artifact(show_name(folder.parent.name), show_name(folder.name), folder, {}, created=created)
 
 
-def _states(folder: Path) -> Iterator[os.stat_result]:
+def _list_states(folder: Path) -> Iterator[os.stat_result]:
     """Of a folder and all in it, as far as they can be seen; others may remove some meanwhile."""
     yield os.stat_result((0,) * 10)
     with suppress(OSError):
@@ -121,7 +121,7 @@ class Difference:
 
     Attributes:
         path: of the key, dotted.
-        wanted, stored: the two values; None where there is none.
+        wanted, stored: the two values; None if there is none.
     """
 
     path: str
@@ -129,33 +129,35 @@ class Difference:
     stored: Any
 
 
-def differences(wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> list[Difference]:
-    """All keys whose values differ, those that say what (not how much) first."""
-    one, other = dict(_leaves(wanted)), dict(_leaves(stored))
+def list_differences(wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> list[Difference]:
+    """All settings whose values differ, choices before numbers."""
+    one, other = dict(_list_leaves(wanted)), dict(_list_leaves(stored))
     names = [*one, *(name for name in other if name not in one)]
     pairs = [Difference(n, one.get(n), other.get(n)) for n in names]
     parted = [d for d in pairs if json.dumps(d.wanted) != json.dumps(d.stored)]  # as keys have it: 1 is not 1.0
     return sorted(parted, key=lambda d: isinstance(d.wanted, int | float) and isinstance(d.stored, int | float))
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _list_leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
-            yield from _leaves(inner, f"{path}.{name}" if path else str(name))
+            yield from _list_leaves(inner, f"{path}.{name}" if path else str(name))
     else:
         yield path, value
 
 
-def nearest(store: Store, kind: str, wanted: Mapping[str, Any]) -> tuple[Artifact, list[Difference]] | None:
+def find_nearest(
+    store: Store, kind: str, wanted: Mapping[str, Any]
+) -> tuple[Artifact, list[Difference]] | None:
     """The artifact of this kind that differs in the fewest keys, and in which; None if there is none.
 
-    Where no key differs, it was made under another schema.
+    If no setting differs, it was made under another schema.
     """
-    pairs = [(a, differences(wanted, a.content)) for a in store.artifacts() if a.kind == kind]
+    pairs = [(a, list_differences(wanted, a.content)) for a in store.artifacts() if a.kind == kind]
     return min(pairs, key=lambda pair: len(pair[1]), default=None)
 
 
-def older_than(artifact: Artifact, days: float) -> bool:
+def is_older(artifact: Artifact, days: float) -> bool:
     """Whether it was made more than so many days ago."""
     made = datetime.fromisoformat(artifact.created.replace("Z", "+00:00"))
     return (datetime.now(UTC) - made) / timedelta(days=1) > days
@@ -163,13 +165,13 @@ def older_than(artifact: Artifact, days: float) -> bool:
 
 def size(artifact: Artifact) -> int:
     """Bytes of its files."""
-    return sum(state.st_size for state in _states(artifact.folder) if stat.S_ISREG(state.st_mode))
+    return sum(state.st_size for state in _list_states(artifact.folder) if stat.S_ISREG(state.st_mode))
 
 
 def remove(store: Store, folder: Path) -> None:
     """Take an artifact's folder out: by a rename first, so that nobody finds half of it.
 
-    A removal that is cut short stays in `half_made`, and the next one ends it.
+    A removal that is cut short stays in `find_half_made`, and the next one ends it.
 
     Raises:
         InputError: the store cannot be changed.
@@ -199,7 +201,7 @@ def adopt(store: Store, folder: Path) -> Artifact:
         schema, kind, content = manifest["schema"], str(manifest["kind"]), dict(manifest["content"])
         key, info = manifest["key"], dict(manifest["info"])
         files = {str(name): str(digest) for name, digest in manifest["files"].items()}
-        digest, wanted = manifest.get("digest"), manifest_digest(manifest)
+        digest, wanted = manifest.get("digest"), digest_manifest(manifest)
     except FileNotFoundError:
         raise InputError(
             f"{folder} has no manifest.json: was it exported? For experts of others, set experts=…"
@@ -213,10 +215,10 @@ def adopt(store: Store, folder: Path) -> Artifact:
     if not kind.isidentifier() or kind in NO_KINDS:
         raise InputError(f"{path} names the kind {kind!r}")
     for name in files:
-        if name == MANIFEST or not _lies_in(folder, name):
+        if name == MANIFEST or not _is_in(folder, name):
             raise InputError(f"{path} names {name!r}, which lies outside of its folder, or cannot be there")
-    if key != content_key(content):
-        raise InputError(f"{path} was changed: its content has the key {content_key(content)}, not {key}")
+    if key != make_key(content):
+        raise InputError(f"{path} was changed: its content has the key {make_key(content)}, not {key}")
     if digest not in (None, wanted):  # older ones have none
         raise InputError(f"{path} was changed: it is not as it was published")
     origin = Artifact(kind, key, folder, {}, files=files)
@@ -233,7 +235,7 @@ def adopt(store: Store, folder: Path) -> Artifact:
     return store.obtain(kind, content, make)
 
 
-def _lies_in(folder: Path, name: str) -> bool:
+def _is_in(folder: Path, name: str) -> bool:
     """Whether a name leads into this folder, by no way that leaves it, and can be one of a file."""
     if Path(name).is_absolute() or ".." in Path(name).parts:  # also by a way that comes back
         return False

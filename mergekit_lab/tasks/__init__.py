@@ -1,4 +1,4 @@
-"""What to learn: tasks of three parts each, of images with class names or of prompts with answers."""
+"""Tasks to learn. Each has three parts: images with class names, or prompts with answers."""
 
 from .arithmetic import WordProblems
 from .checks import DataCheck, check_task

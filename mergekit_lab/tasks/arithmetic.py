@@ -1,7 +1,7 @@
 """Arithmetic word problems from a seeded generator: two text tasks that need no download.
 
-A pair like NumGLUE's: `quantities` wants a fact of everyday life beside the numbers (how many legs a spider
-has, how many days a week), `stories` a few steps over numbers that the story gives. Answers are whole numbers.
+A pair like NumGLUE's. `quantities` needs an everyday fact besides the numbers, such as how many legs a spider
+has. `stories` needs a few steps over numbers in the text. Answers are whole numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PATIENCE = 2000
 """Problems that were there already, one after another, before it is said that there are no more."""
 
 
-def _quantities(draw: Random) -> tuple[str, int]:
+def _draw_quantities(draw: Random) -> tuple[str, int]:
     (one, part, each), (other, second, weight) = draw.sample(_FACTS, 2)
     a, b = draw.randint(2, 9), draw.randint(2, 9)
     if draw.random() < 0.5:
@@ -40,7 +40,7 @@ def _quantities(draw: Random) -> tuple[str, int]:
     )
 
 
-def _stories(draw: Random) -> tuple[str, int]:
+def _draw_stories(draw: Random) -> tuple[str, int]:
     who, friend = draw.sample(_PEOPLE, 2)
     thing = draw.choice(_THINGS)
     a, b, c = draw.randint(10, 60), draw.randint(2, 9), draw.randint(2, 9)
@@ -55,12 +55,12 @@ def _stories(draw: Random) -> tuple[str, int]:
     return draw.choice(stories)
 
 
-_KINDS = {"quantities": _quantities, "stories": _stories}
+_KINDS = {"quantities": _draw_quantities, "stories": _draw_stories}
 
 
 @dataclass(frozen=True)
 class WordProblems(TextTask):
-    """Word problems of one kind; no problem stands in two parts.
+    """Word problems of one kind. No problem is in two parts.
 
     Args:
         kind: quantities or stories.

@@ -1,4 +1,4 @@
-"""What a data set on disk is, against what was published: sizes, classes, corrupt and shared images."""
+"""Check a data set on disk against what was published: sizes, classes, corrupt and shared images."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class PartCheck:
     """One part of a task.
 
     Attributes:
-        images: how many there are.
-        published: how many its source should have, where that is known.
-        classes: how many of the class names occur.
-        smallest, largest: images of the rarest and the most frequent class that occurs.
+        images: number of images.
+        published: number of images that the source should have, if that is known.
+        classes: number of class names that occur.
+        smallest, largest: number of images of the rarest and the most frequent class that occurs.
         corrupt: names of images that cannot be decoded, up to 20.
-        corrupt_count: how many there are.
+        corrupt_count: number of such images.
     """
 
     images: int
@@ -43,17 +43,18 @@ class PartCheck:
 
 @dataclass(frozen=True)
 class DataCheck:
-    """What was found of one task.
+    """The result of checking one task.
 
     Attributes:
         task: its name.
-        class_names: how many it has.
+        class_names: number of class names.
         parts: by name.
-        shared: for each pair of parts, how many pictures of the second stand in the first too, pixel for pixel.
-        shared_names: some of those pictures, where they have names.
-        other_labels: `number: the source's name ↔ ours`, where a part names its labels otherwise.
-        misplaced: those of them whose name is one of ours, at another number.
-        unusable: why the data could not be looked at; then there are no parts.
+        shared: for each pair of parts, how many pictures of the second are in the first too, compared by
+            pixels.
+        shared_names: names of some of those pictures, if they have names.
+        other_labels: `number: the source's name ↔ ours`, for labels that a part names differently.
+        misplaced: those of them whose name is ours for another number.
+        unusable: why the data could not be read; then `parts` is empty.
     """
 
     task: str
@@ -67,19 +68,19 @@ class DataCheck:
 
     @property
     def wrong(self) -> list[str]:
-        """What no run should start with."""
+        """Problems that should stop a run."""
         faults = [self.unusable] if self.unusable else []
         for part, check in self.parts.items():
             if check.corrupt_count:
                 faults.append(f"{self.task}: {check.corrupt_count} images of {part} cannot be decoded")
         if self.misplaced:
             names = listing(self.misplaced)
-            faults.append(f"{self.task}: names of classes stand at other classes' numbers ({names})")
+            faults.append(f"{self.task}: names of classes have other classes' numbers ({names})")
         return faults
 
 
 def check_task(task: ImageTask) -> DataCheck:
-    """Decode every image of a task, and report what is there or what is wrong."""
+    """Decode every image of a task, and report what it holds and what is wrong."""
     if not isinstance(task, HubImages):
         return _check_tensors(task)
     try:
@@ -92,7 +93,7 @@ def _check_tensors(task: ImageTask) -> DataCheck:
     every: dict[str, ImageSamples] = {part: task.samples(part) for part in PARTS}
     digests = {part: digest_images(samples.images[:]) for part, samples in every.items()}
     checks = {part: _count(samples.labels.numpy(), None) for part, samples in every.items()}
-    return DataCheck(task.name, len(task.classes), checks, _shared(digests))
+    return DataCheck(task.name, len(task.classes), checks, _count_shared(digests))
 
 
 def _check_files(task: HubImages) -> DataCheck:
@@ -100,7 +101,7 @@ def _check_files(task: HubImages) -> DataCheck:
     names: dict[str, dict[bytes, str]] = {}
     checks: dict[str, PartCheck] = {}
     labeled = {part: task.labels(part) for part in PARTS}
-    pixels = {part: _pixel_digests(rows) for part, rows in task.rows.items()}
+    pixels = {part: _digest_pixels(rows) for part, rows in task.rows.items()}
     for part, (labels, where, chosen) in labeled.items():
         rows = task.rows[where]
         kept = [(int(row), pixels[where][row]) for row in chosen]
@@ -109,13 +110,13 @@ def _check_files(task: HubImages) -> DataCheck:
         names[part] = {digest: rows.name(row) for row, digest in kept if digest is not None}
         published = task.sizes.get(part)
         if part == "train" and where == "train" and published is not None and "validation" not in task.rows:
-            published -= task.validation_count(published)
+            published -= task.count_validation(published)
         checks[part] = _count(labels, published, corrupt)
-    shared, (other, misplaced) = _shared(digests), _other_labels(task)
-    return DataCheck(task.name, len(task.classes), checks, shared, _shared_names(names), other, misplaced)
+    shared, (other, misplaced) = _count_shared(digests), _list_other_labels(task)
+    return DataCheck(task.name, len(task.classes), checks, shared, _list_shared_names(names), other, misplaced)
 
 
-def _pixel_digests(rows: Rows) -> list[bytes | None]:
+def _digest_pixels(rows: Rows) -> list[bytes | None]:
     """A hash of every picture's size and pixels; None where it cannot be decoded."""
 
     def work(_: range, images: list[bytes]) -> list[bytes | None]:
@@ -141,7 +142,7 @@ def _count(labels: np.ndarray, published: int | None, corrupt: list[str] | None 
     )
 
 
-def _shared(digests: Mapping[str, list[bytes]]) -> dict[str, int]:
+def _count_shared(digests: Mapping[str, list[bytes]]) -> dict[str, int]:
     return {
         f"{a}, {b}": sum(digest in seen for digest in digests[b])
         for a, b in combinations(digests, 2)
@@ -149,7 +150,7 @@ def _shared(digests: Mapping[str, list[bytes]]) -> dict[str, int]:
     }
 
 
-def _shared_names(names: Mapping[str, Mapping[bytes, str]]) -> list[str]:
+def _list_shared_names(names: Mapping[str, Mapping[bytes, str]]) -> list[str]:
     pairs = [
         f"{a}: {names[a][digest]} = {b}: {name}"
         for a, b in combinations(names, 2)
@@ -159,14 +160,14 @@ def _shared_names(names: Mapping[str, Mapping[bytes, str]]) -> list[str]:
     return pairs[:_SHOWN]
 
 
-def _other_labels(task: HubImages) -> tuple[list[str], list[str]]:
+def _list_other_labels(task: HubImages) -> tuple[list[str], list[str]]:
     """The source's names beside ours where they differ, in any part, and those that are ours elsewhere.
 
     A number as a name says nothing beyond itself.
     """
     other: dict[str, bool] = {}
     for part, rows in task.rows.items():
-        for name, number in zip(rows.label_names or (), task.labeling.numbers(part).tolist(), strict=False):
+        for name, number in zip(rows.label_names or (), task.labeling.map_numbers(part).tolist(), strict=False):
             ours = task.labeling.find_class(name)
             if ours == number or number >= len(task.classes) or (name.isdecimal() and int(name) == number):
                 continue

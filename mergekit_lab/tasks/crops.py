@@ -1,8 +1,8 @@
-"""Random and centered windows of pictures, and their resizing, for whole batches.
+"""Random and centered windows of pictures, resized for a whole batch at once.
 
 Windows are drawn as torchvision's `RandomResizedCrop` draws them, and resized as Pillow and `interpolate(…,
 antialias=True)` do (bicubic, a = -1/2, widened where pictures shrink). Windows of a batch differ in size, so
-each is multiplied by a matrix of its own from the left and the right, on whatever device holds them.
+each is multiplied from the left and the right by its own matrix, on the pictures' device.
 
 Legend: n pictures; a box is (top, left, height, width) in pixels.
 """
@@ -23,13 +23,13 @@ def draw_boxes(
     scale: tuple[float, float],
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
 ) -> Tensor:
-    """One window a picture, int64 `[n, 4]`.
+    """Draw one window per picture, int64 `[n, 4]`.
 
     Args:
         sizes: int64 `[n, 2]`, heights and widths.
-        scale: the window's share of the picture's area, drawn uniformly.
-        ratio: its width ÷ height, drawn uniformly in the logarithm. A picture in which ten draws do not fit
-            gets the largest centered window within the ratios.
+        scale: range of the window's share of the picture's area, drawn uniformly.
+        ratio: range of width ÷ height; its logarithm is drawn uniformly. If ten draws do not fit into a
+            picture, it gets the largest centered window within the ratios.
     """
     count = len(sizes)
     heights, widths = sizes[:, :1].double(), sizes[:, 1:].double()
@@ -44,23 +44,23 @@ def draw_boxes(
     top = (draws[2].gather(1, first) * (heights - height + 1)).floor()
     left = (draws[3].gather(1, first) * (widths - width + 1)).floor()
     boxes = torch.cat([top, left, height, width], 1).long()
-    return torch.where(fits.any(1, keepdim=True), boxes, _largest(sizes, ratio))
+    return torch.where(fits.any(1, keepdim=True), boxes, _fit_largest(sizes, ratio))
 
 
-def _largest(sizes: Tensor, ratio: tuple[float, float]) -> Tensor:
+def _fit_largest(sizes: Tensor, ratio: tuple[float, float]) -> Tensor:
     heights, widths = sizes[:, 0].double(), sizes[:, 1].double()
     width = torch.minimum(widths, (heights * ratio[1]).round())
     height = torch.minimum(heights, (widths / ratio[0]).round())
-    return _centered(sizes, torch.stack([height, width], 1).long())
+    return _center(sizes, torch.stack([height, width], 1).long())
 
 
 def center_boxes(sizes: Tensor) -> Tensor:
     """The largest centered square of each picture, int64 `[n, 4]`."""
     side = sizes.min(1, keepdim=True).values
-    return _centered(sizes, side.expand(-1, 2))
+    return _center(sizes, side.expand(-1, 2))
 
 
-def _centered(sizes: Tensor, windows: Tensor) -> Tensor:
+def _center(sizes: Tensor, windows: Tensor) -> Tensor:
     return torch.cat([torch.div(sizes - windows, 2, rounding_mode="floor"), windows], 1)
 
 
@@ -69,12 +69,12 @@ def resize(pixels: Tensor, boxes: Tensor, side: int, flips: Tensor | None = None
 
     Args:
         pixels: uint8 `[n, 3, H, W]`.
-        boxes: int64 `[n, 4]`: a window of each, inside of it.
-        flips: bool `[n]`: mirror these.
+        boxes: int64 `[n, 4]`, one window inside each picture.
+        flips: bool `[n]`, the windows to mirror.
     """
     boxes = boxes.to(pixels.device)
-    rows = _weights(boxes[:, 0], boxes[:, 2], side, pixels.shape[2])
-    columns = _weights(boxes[:, 1], boxes[:, 3], side, pixels.shape[3])
+    rows = _compute_weights(boxes[:, 0], boxes[:, 2], side, pixels.shape[2])
+    columns = _compute_weights(boxes[:, 1], boxes[:, 3], side, pixels.shape[3])
     if flips is not None:
         columns = torch.where(flips.to(pixels.device)[:, None, None], columns.flip(1), columns)
     with torch.autocast(pixels.device.type, enabled=False):
@@ -84,7 +84,7 @@ def resize(pixels: Tensor, boxes: Tensor, side: int, flips: Tensor | None = None
         return (rows.unsqueeze(1) @ half).clamp_(0, 255)
 
 
-def _weights(starts: Tensor, lengths: Tensor, side: int, longest: int) -> Tensor:
+def _compute_weights(starts: Tensor, lengths: Tensor, side: int, longest: int) -> Tensor:
     """Bicubic weights `[n, side, longest]` that resize `lengths` pixels from `starts` on; rows sum to 1."""
     scale = (lengths.float() / side)[:, None, None]
     centers = (torch.arange(side, device=lengths.device).float()[None, :, None] + 0.5) * scale

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import io
-import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,11 +21,10 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.machine import usable_cores
+from mergekit_lab.machine import count_cores
 from mergekit_lab.tasks.crops import center_boxes, resize
 from mergekit_lab.tasks.sources import Rows
-
-log = logging.getLogger(__name__)
+from mergekit_lab.triton_kernels import load_kernels
 
 TRAINING_SIDE = 256
 FORM = 1
@@ -58,7 +55,7 @@ def map_chunks(
 ) -> Iterator[T]:
     """`work` on chunks of rows, several at a time, results in order."""
     wanted = range(len(rows.chunks)) if chunks is None else chunks
-    with ThreadPoolExecutor(min(32, usable_cores())) as pool:
+    with ThreadPoolExecutor(min(32, count_cores())) as pool:
         yield from pool.map(lambda chunk: work(rows.chunks[chunk], _load(rows, chunk)), wanted)
 
 
@@ -77,14 +74,14 @@ def index_rows(rows: Rows) -> Index:
     def work(span: range, images: list[bytes]) -> None:
         for row, encoded in zip(span, images, strict=True):
             digests[row] = np.frombuffer(hashlib.blake2b(encoded, digest_size=16).digest(), np.uint8)
-            sizes[row] = _header(encoded)
+            sizes[row] = _read_header(encoded)
 
     for _ in map_chunks(rows, work):
         pass
     return Index(rows.labels, digests, sizes)
 
 
-def _header(encoded: bytes) -> tuple[int, int]:
+def _read_header(encoded: bytes) -> tuple[int, int]:
     try:
         with open_image(encoded) as image:
             return image.height, image.width
@@ -120,7 +117,7 @@ def decode(encoded: bytes) -> Any:
         return image.convert("RGB")
 
 
-def shorter_side(size: tuple[int, int], side: int) -> tuple[int, int]:
+def fit_shorter_side(size: tuple[int, int], side: int) -> tuple[int, int]:
     """Height and width once the shorter of them is `side`; as torchvision's `Resize` rounds."""
     height, width = size
     if height <= width:
@@ -128,7 +125,7 @@ def shorter_side(size: tuple[int, int], side: int) -> tuple[int, int]:
     return max(side, int(side * height / width)), side
 
 
-def _pixels(image: Any, height: int, width: int) -> np.ndarray:
+def _resize_pixels(image: Any, height: int, width: int) -> np.ndarray:
     """Resized, uint8 `[3, height, width]`."""
     from PIL import Image
 
@@ -137,9 +134,9 @@ def _pixels(image: Any, height: int, width: int) -> np.ndarray:
     return np.asarray(image).transpose(2, 0, 1)
 
 
-def _centered(image: Any, side: int) -> np.ndarray:
-    height, width = shorter_side((image.height, image.width), side)
-    pixels = _pixels(image, height, width)
+def _crop_center(image: Any, side: int) -> np.ndarray:
+    height, width = fit_shorter_side((image.height, image.width), side)
+    pixels = _resize_pixels(image, height, width)
     top, left = round((height - side) / 2), round((width - side) / 2)
     return pixels[:, top : top + side, left : left + side]
 
@@ -150,7 +147,7 @@ def shrink_sizes(index: Index, chosen: np.ndarray) -> np.ndarray:
     large = sizes.min(1) > TRAINING_SIDE
     kept = sizes.copy()
     for row in large.nonzero()[0]:
-        kept[row] = shorter_side((int(sizes[row, 0]), int(sizes[row, 1])), TRAINING_SIDE)
+        kept[row] = fit_shorter_side((int(sizes[row, 0]), int(sizes[row, 1])), TRAINING_SIDE)
     return kept
 
 
@@ -184,7 +181,7 @@ def write_images(rows: Rows, chosen: np.ndarray, file: Path, side: int | None, s
                 raise InputError(
                     f"{rows.name(row)} cannot be decoded ({error}): stage=check_data lists all such images"
                 ) from None
-            pixels = _centered(image, side) if side else _pixels(image, height, width)
+            pixels = _crop_center(image, side) if side else _resize_pixels(image, height, width)
             out[starts[at] : ends[at]] = pixels.reshape(-1)
 
     for _ in map_chunks(rows, work, wanted):
@@ -225,7 +222,7 @@ class Packed(NamedTuple):
         positions = rows[..., None] + torch.arange(self.width, device=pixels.device, dtype=rows.dtype)
         return pixels.index_select(0, positions.view(-1).clamp_(max=len(pixels) - 1)).view(shape)
 
-    def windows(self, boxes: Tensor, side: int, flips: Tensor | None = None) -> Tensor:
+    def cut_windows(self, boxes: Tensor, side: int, flips: Tensor | None = None) -> Tensor:
         """Windows, each resized to a square: float32 `[n, 3, side, side]` in [0, 255], where the pixels are.
 
         On a GPU for which Triton can build kernels this takes a sixth of the time, and rounding differs.
@@ -233,24 +230,12 @@ class Packed(NamedTuple):
         Args:
             boxes, flips: see `crops.resize`; on the CPU.
         """
-        kernels = _load_gpu_kernels() if self.pixels.is_cuda else None
+        kernels = (
+            load_kernels(f"{__package__}.gpu_crops", "torch crops pictures") if self.pixels.is_cuda else None
+        )
         if kernels is None:
             return resize(self.pad(), boxes, side, flips)
         return kernels.resize_packed(self.pixels, torch.from_numpy(self.sizes), boxes, side, flips)
-
-
-@cache
-def _load_gpu_kernels() -> Any:
-    """`tasks.gpu_crops`, where Triton and what it needs are there and a first picture comes out; else None."""
-    try:
-        from mergekit_lab.tasks import gpu_crops
-
-        pixels = torch.zeros(3 * 20 * 20, dtype=torch.uint8, device="cuda")
-        gpu_crops.resize_packed(pixels, torch.tensor([[20, 20]]), torch.tensor([[0, 0, 20, 20]]), 16, None)
-    except Exception as error:
-        log.info("pictures are cropped by torch alone, which takes longer (%s)", str(error).split("\n")[0])
-        return None
-    return gpu_crops
 
 
 class Pictures:
@@ -285,7 +270,7 @@ class Pictures:
     def dim(self) -> int:
         return 4
 
-    def packed(self, positions: Tensor) -> Packed:
+    def pack(self, positions: Tensor) -> Packed:
         """Pictures as they are kept.
 
         One call of torch copies them all, outside of Python's lock: a thread that asks for the lock once a
@@ -302,6 +287,6 @@ class Pictures:
         positions = torch.arange(len(self))[index]
         out = [torch.empty(0, 3, self.side, self.side)]
         for some in positions.split(256) if len(positions) else ():
-            found = self.packed(some)
-            out.append(found.windows(center_boxes(torch.from_numpy(found.sizes)), self.side))
+            packed = self.pack(some)
+            out.append(packed.cut_windows(center_boxes(torch.from_numpy(packed.sizes)), self.side))
         return torch.cat(out).round().to(torch.uint8)

@@ -1,10 +1,10 @@
 """Rendered tasks: alphabets, symbols, accents and typeface styles, drawn from shipped fonts.
 
-How the parts are kept apart. Alphabets and accents are split by font family: training pictures come from
-`sans`, `times` and Computer Modern, validation from `serif`, tests from `monospace`. Typeface style is split
-by character, since there the family is part of the label. In all of them a clean bitmap that would stand in two
-parts stays in the later one only (test before validation before training), and one that would carry two labels
-is dropped. `pretraining.py` keeps the validation and test pictures of all tasks out of pre-training.
+Parts share no picture. Alphabets and accents are split by font family: training takes `sans`, `times` and
+Computer Modern, validation `serif`, and tests `monospace`. Typeface style is split by character, because the
+family is part of its label. A clean bitmap that fits two parts goes to test before validation before training.
+One that fits two labels is dropped. `pretraining.py` keeps the validation and test pictures of all tasks out of
+pre-training.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ import torch
 from mergekit_lab.errors import InputError
 from mergekit_lab.ranges import require_choice
 
-from .glyphs import Face, characters, digest, faces, stack
+from .glyphs import Face, digest, list_characters, select_faces, stack
 from .looks import LOOKS, draw
 from .task import PARTS, ImageSamples, ImageTask, Part
 
@@ -38,7 +38,7 @@ _FAMILIES: dict[Part, tuple[str, ...]] = {
 class GlyphTask(ImageTask):
     """A task drawn from font glyphs.
 
-    look: a name in `tasks.looks.LOOKS`. seed draws distortions, colors and grain, not which glyph stands in
+    look: a name in `tasks.looks.LOOKS`. seed draws distortions, colors and grain, but not which glyph is in
     which part. Sizes are images; classes differ by at most one image. Raises `InputError` for an unknown look.
     """
 
@@ -56,12 +56,12 @@ class GlyphTask(ImageTask):
     @classmethod
     @abstractmethod
     def candidates(cls) -> Pairs:
-        """For each part, for each class, the (face, code point) pairs that show it."""
+        """The (face, code point) pairs that show each class, by part."""
 
     @classmethod
     def pairs(cls) -> Pairs:
-        """`candidates` without pictures that stand in two parts, carry two labels or have no ink."""
-        return _disjoint(cls)
+        """`candidates` without pictures that are in two parts, have two labels, or have no ink."""
+        return _keep_disjoint(cls)
 
     def make(self, part: Part) -> ImageSamples:
         pairs = self.pairs()[part]
@@ -81,14 +81,14 @@ class GlyphTask(ImageTask):
 
 
 @cache
-def _disjoint(task: type[GlyphTask]) -> Pairs:
+def _keep_disjoint(task: type[GlyphTask]) -> Pairs:
     candidates = task.candidates()
     labels: dict[str, set[int]] = {}
     for part in PARTS:
         for label, options in enumerate(candidates[part]):
             for pair in options:
                 labels.setdefault(digest(*pair) or "", set()).add(label)
-    taken = {""} | {picture for picture, found in labels.items() if len(found) > 1}
+    taken = {""} | {picture for picture, classes in labels.items() if len(classes) > 1}
     parts: Pairs = {}
     for part in reversed(PARTS):
         kept = []
@@ -111,9 +111,9 @@ def _by_family(codes: list[list[int]], styles: tuple[str, ...] | None = None) ->
         part: tuple(
             tuple(
                 (face, code)
-                for face in faces(_FAMILIES[part], styles)
+                for face in select_faces(_FAMILIES[part], styles)
                 for code in row
-                if code in characters(face)
+                if code in list_characters(face)
             )
             for row in codes
         )
@@ -130,7 +130,7 @@ def _by_character(choices: list[tuple[tuple[Face, ...], list[int]]]) -> Pairs:
                 (face, code)
                 for face in faces_of_class
                 for i, code in enumerate(codes)
-                if i % 5 in positions[part] and code in characters(face)
+                if i % 5 in positions[part] and code in list_characters(face)
             )
             for faces_of_class, codes in choices
         )
@@ -159,27 +159,27 @@ class Latin(_Alphabet):
     templates: ClassVar[tuple[str, ...]] = ("latin small letter {}", "a picture of the latin small letter {}")
 
 
-def _last_words(symbols: str, start: str) -> tuple[str, ...]:
+def _list_last_words(symbols: str, start: str) -> tuple[str, ...]:
     return tuple(unicodedata.name(symbol).lower().removeprefix(start) for symbol in symbols)
 
 
 @dataclass(frozen=True)
 class Greek(_Alphabet):
-    """Small Greek letters but omicron, which is Latin o in these fonts, and final sigma."""
+    """Small Greek letters except final sigma and omicron, which is Latin o in these fonts."""
 
     name: str = "greek"
     look: str = "blueprint"
 
     symbols: ClassVar[str] = "αβγδεζηθικλμνξπρστυφχψω"
-    classes: ClassVar[tuple[str, ...]] = _last_words(symbols, "greek small letter ")
+    classes: ClassVar[tuple[str, ...]] = _list_last_words(symbols, "greek small letter ")
     templates: ClassVar[tuple[str, ...]] = ("greek small letter {}", "a picture of the greek small letter {}")
 
 
 @dataclass(frozen=True)
 class Cyrillic(_Alphabet):
-    """Small Russian letters without those that are a Latin or Greek letter's picture (а е к о р с у х).
+    """Small Russian letters except those that look like Latin or Greek ones (а е к о р с у х).
 
-    Upright styles only: in italics и, п and т are drawn as Latin u, n and m.
+    Upright styles only, because italic и, п and т look like Latin u, n and m.
     """
 
     name: str = "cyrillic"
@@ -187,7 +187,7 @@ class Cyrillic(_Alphabet):
 
     symbols: ClassVar[str] = "бвгджзийлмнптфцчшщъыьэюя"
     styles: ClassVar[tuple[str, ...] | None] = ("regular", "bold")
-    classes: ClassVar[tuple[str, ...]] = _last_words(symbols, "cyrillic small letter ")
+    classes: ClassVar[tuple[str, ...]] = _list_last_words(symbols, "cyrillic small letter ")
     templates: ClassVar[tuple[str, ...]] = (
         "cyrillic small letter {}",
         "a picture of the cyrillic small letter {}",
@@ -202,7 +202,7 @@ class Math(_Alphabet):
     look: str = "chalkboard"
 
     symbols: ClassVar[str] = "∀∂∃∇∈∋∏∑∓√∝∞∠∧∨∩∪∫≈≠≡≤≥⊂⊃⊆⊇⊕⊗±×÷¬←↑→↓↔↕⇐⇒⇔"
-    classes: ClassVar[tuple[str, ...]] = _last_words(symbols, "")
+    classes: ClassVar[tuple[str, ...]] = _list_last_words(symbols, "")
     templates: ClassVar[tuple[str, ...]] = ("{}", "a picture of the {}")
 
 
@@ -235,9 +235,9 @@ class Accents(GlyphTask):
     def candidates(cls) -> Pairs:
         rows: list[list[int]] = [[] for _ in cls.classes]
         for code in (*range(0xC0, 0x250), *range(0x1E00, 0x1F00)):
-            found = re.fullmatch(r"LATIN (?:SMALL|CAPITAL) LETTER [A-Z] WITH ([A-Z ]+)", _name(code))
-            if found and found[1].lower() in cls.classes:
-                rows[cls.classes.index(found[1].lower())].append(code)
+            match = re.fullmatch(r"LATIN (?:SMALL|CAPITAL) LETTER [A-Z] WITH ([A-Z ]+)", _name(code))
+            if match and match[1].lower() in cls.classes:
+                rows[cls.classes.index(match[1].lower())].append(code)
         return _by_family(rows)
 
 
@@ -272,20 +272,20 @@ class Style(GlyphTask):
 
     @classmethod
     def candidates(cls) -> Pairs:
-        others = {digest(*pair) for task in (Latin, Greek, Cyrillic, Accents) for pair in _all(task)}
-        drawn = faces(["sans", "serif"])
+        others = {digest(*pair) for task in (Latin, Greek, Cyrillic, Accents) for pair in _list_all(task)}
+        drawn = select_faces(["sans", "serif"])
         codes = [
             code
             for low, high in _LETTERS_AND_DIGITS
             for code in range(low, high)
             if re.search("DIGIT|LETTER", _name(code)) and " WITH " not in _name(code)
-            if not others & {digest(face, code) for face in drawn if code in characters(face)}
+            if not others & {digest(face, code) for face in drawn if code in list_characters(face)}
         ]
-        own = [faces([name.split()[-1]], [name.rpartition(" ")[0]]) for name in cls.classes]
+        own = [select_faces([name.split()[-1]], [name.rpartition(" ")[0]]) for name in cls.classes]
         return _by_character([(face, codes) for face in own])
 
 
-def _all(task: type[GlyphTask]) -> list[Pair]:
+def _list_all(task: type[GlyphTask]) -> list[Pair]:
     return [pair for rows in task.candidates().values() for row in rows for pair in row]
 
 

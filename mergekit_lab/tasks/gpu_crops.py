@@ -1,9 +1,9 @@
-"""Windows of pictures resized by kernels in Triton, for GPUs; importing this needs Triton.
+"""Resize windows of pictures with Triton's kernels on a GPU. Importing this needs Triton.
 
-The same as `crops.resize`, straight from the bytes as they are read: pictures of several sizes are
-not padded to one, and only the few pixels near a place are looked at.
+Computes what `crops.resize` does, directly from the packed bytes. Pictures are not padded to one size, and only
+the few pixels near a position are read.
 
-Legend: n pictures; a plane is one color of one; a place is a row or column of the square.
+Legend: n pictures; a plane is one color of one; a position is a row or column of a picture.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def _resize_rows(pixels, table, half, side, highest, taps, BLOCK: tl.constexpr):
     if row < rows:
         line = pixels + tl.load(about) + ((plane % 3) * height + top + row) * width + left
         column = tl.arange(0, BLOCK)
-        place = tl.minimum(column, side - 1)
-        place = tl.where(tl.load(about + 7) != 0, side - 1 - place, place)
+        x = tl.minimum(column, side - 1)
+        x = tl.where(tl.load(about + 7) != 0, side - 1 - x, x)
         scale = columns.to(tl.float32) / side
         wide = tl.maximum(scale, 1.0)
-        center = (place.to(tl.float32) + 0.5) * scale
+        center = (x.to(tl.float32) + 0.5) * scale
         first = tl.floor(center - 2 * wide - 0.5).to(tl.int32)
         sum_of_weights = tl.full([BLOCK], 0.0, tl.float32)
         result = tl.full([BLOCK], 0.0, tl.float32)
@@ -57,12 +57,12 @@ def _resize_rows(pixels, table, half, side, highest, taps, BLOCK: tl.constexpr):
 
 @triton.jit
 def _resize_columns(half, table, out, side, highest, taps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    place, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     rows = tl.load(table + (plane // 3) * _TABLE + 5).to(tl.int32)
     column = tl.arange(0, BLOCK)
     scale = rows.to(tl.float32) / side
     wide = tl.maximum(scale, 1.0)
-    center = (place.to(tl.float32) + 0.5) * scale
+    center = (row.to(tl.float32) + 0.5) * scale
     first = tl.floor(center - 2 * wide - 0.5).to(tl.int32)
     sum_of_weights = 0.0
     result = tl.full([BLOCK], 0.0, tl.float32)
@@ -74,17 +74,17 @@ def _resize_columns(half, table, out, side, highest, taps, BLOCK: tl.constexpr):
         result += weight * tl.load(line + column, mask=inside & (column < side), other=0).to(tl.float32)
         sum_of_weights += weight
     result = tl.minimum(tl.maximum(result / sum_of_weights, 0.0), 255.0)
-    tl.store(out + (plane * side + place) * side + column, result, mask=column < side)
+    tl.store(out + (plane * side + row) * side + column, result, mask=column < side)
 
 
 def resize_packed(pixels: Tensor, sizes: Tensor, boxes: Tensor, side: int, flips: Tensor | None) -> Tensor:
-    """Windows of pictures, each resized to a square: float32 `[n, 3, side, side]` in [0, 255].
+    """Resize a window of each picture to a square: float32 `[n, 3, side, side]` in [0, 255].
 
     Args:
         pixels: uint8 `[bytes]` on a GPU, picture after picture, each `[3, H, W]`.
-        sizes: int64 `[n, 2]`, heights and widths; on the CPU, as what follows.
-        boxes: int64 `[n, 4]`: a window of each (top, left, height, width), inside of it.
-        flips: bool `[n]`: mirror these; None mirrors none.
+        sizes: int64 `[n, 2]`, heights and widths, on the CPU.
+        boxes: int64 `[n, 4]`, one window (top, left, height, width) inside each picture, on the CPU.
+        flips: bool `[n]`, the windows to mirror, on the CPU; None mirrors none.
     """
     ends = (3 * sizes.prod(1)).cumsum(0)
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
@@ -100,3 +100,9 @@ def resize_packed(pixels: Tensor, sizes: Tensor, boxes: Tensor, side: int, flips
         _resize_rows[(highest, planes)](pixels, table, half, side, highest, taps, BLOCK=block)
         _resize_columns[(side, planes)](half, table, out, side, highest, taps, BLOCK=block)
     return out
+
+
+def probe() -> None:
+    """Resize a picture; raise where kernels cannot be built."""
+    pixels = torch.zeros(3 * 20 * 20, dtype=torch.uint8, device="cuda")
+    resize_packed(pixels, torch.tensor([[20, 20]]), torch.tensor([[0, 0, 20, 20]]), 16, None)

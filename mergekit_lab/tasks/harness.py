@@ -1,7 +1,7 @@
-"""Tasks of EleutherAI's lm-evaluation-harness: models are scored on them, and nothing is trained.
+"""Tasks of EleutherAI's lm-evaluation-harness. They score models; nothing is trained on them.
 
-The harness (https://github.com/EleutherAI/lm-evaluation-harness) is the package `lm-eval`, of the extra
-`lm_eval`. It is imported when a task is looked up.
+The extra `lm_eval` installs it as `lm-eval` (https://github.com/EleutherAI/lm-evaluation-harness). It is
+imported when a task is looked up.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _MISSING = "tasks of lm-evaluation-harness need the package lm-eval: pip install
 
 @dataclass(frozen=True)
 class HarnessTask(Task):
-    """A task of the harness, or a group that has a score of its own.
+    """A task of the harness, or a group of tasks that has its own score.
 
     Args:
-        name: the harness's.
-        num_fewshot: examples before each question; None: as the task has it. A task that sets 0 keeps 0.
-        limit: only the first so many samples, or a share below 1; None: all. For trials, not for tables.
-        metric: what tables show, as `acc_norm` or `exact_match,strict-match` (a metric and its filter); "": the
-            task's first that is at most 1 and better when larger. All of them are kept, so that another choice
-            costs nothing.
-        apply_chat_template: show prompts, examples as turns, by the tokenizer's chat template.
-        batch_size: rows at a time; "auto": on CUDA what the harness finds to fit, else 4.
-        include_path: a folder of task files besides those of the harness.
-        confirm_run_unsafe_code: allow tasks that run what a model wrote.
+        name: the task's name in the harness.
+        num_fewshot: examples before each question; None takes the task's number. A task that sets 0 keeps 0.
+        limit: number of samples to score, or a share below 1; None scores all. For trials, not for tables.
+        metric: the metric in tables, such as `acc_norm`, or with its filter `exact_match,strict-match`. ""
+            takes the task's first metric that is at most 1 and better when larger. All metrics are kept, so
+            changing this recomputes nothing.
+        apply_chat_template: format prompts by the tokenizer's chat template, with examples as turns.
+        batch_size: rows at a time. "auto" takes what the harness finds to fit on CUDA, else 4.
+        include_path: a folder with your own task files.
+        confirm_run_unsafe_code: allow tasks that execute code written by the model.
     """
 
     num_fewshot: Annotated[int, Ge(0)] | None = None
@@ -64,7 +64,7 @@ class HarnessTask(Task):
         return hashlib.sha256(json.dumps(self.content(), sort_keys=True).encode()).hexdigest()
 
     def content(self) -> dict[str, Any]:
-        """What decides a score beside the model: versions and settings; of task files of one's own their bytes.
+        """What decides a score besides the model: versions, settings, and the bytes of your own task files.
 
         Raises:
             InputError: the harness is not installed, or has no such task.
@@ -80,28 +80,28 @@ class HarnessTask(Task):
         return content | ({"files": _hash_files(self.include_path)} if self.include_path else {})
 
     def find_version(self) -> Any:
-        """The version that the task's file gives; None of one without."""
-        found = self.find_manager().task_index[self.name]
-        return ((found.cfg or {}).get("metadata") or {}).get("version")
+        """The version in the task's file, or None."""
+        entry = self.find_manager().task_index[self.name]
+        return ((entry.cfg or {}).get("metadata") or {}).get("version")
 
     def find_manager(self) -> Any:
-        """The harness's index of task files, with this task in it.
+        """The harness's index of task files, which includes this task.
 
         Raises:
-            InputError: the harness is not installed, or has no such task with a score of its own.
+            InputError: the harness is not installed, or has no such task with its own score.
         """
-        if self.include_path and self.name in _index(self.include_path, False).all_subtasks:
-            return _index(self.include_path, False)
-        manager = _index(self.include_path, True)
-        found = manager.task_index.get(self.name)
-        if found is None:
+        if self.include_path and self.name in _index_tasks(self.include_path, False).all_subtasks:
+            return _index_tasks(self.include_path, False)
+        manager = _index_tasks(self.include_path, True)
+        entry = manager.task_index.get(self.name)
+        if entry is None:
             raise InputError(
                 f"lm-evaluation-harness {_find_version()} has no task {self.name!r}"
                 f"{suggestion(self.name, manager.all_tasks)}; suite.include_path names a folder with more"
             )
         is_group = self.name in manager.all_groups
-        if self.name in manager.all_tags or (is_group and not (found.cfg or {}).get("aggregate_metric_list")):
-            members = sorted(found.tags) or [str(each) for each in (found.cfg or {}).get("task", ())]
+        if self.name in manager.all_tags or (is_group and not (entry.cfg or {}).get("aggregate_metric_list")):
+            members = sorted(entry.tags) or [str(each) for each in (entry.cfg or {}).get("task", ())]
             raise InputError(
                 f"{self.name!r} is a group of lm-evaluation-harness's tasks without a score: name its tasks "
                 f"({listing(members, 10)})"
@@ -117,7 +117,7 @@ def _find_version() -> str:
 
 
 @cache
-def _index(include_path: str | None, defaults: bool) -> Any:
+def _index_tasks(include_path: str | None, defaults: bool) -> Any:
     """Reads every task file, thousands of them with the harness's own: some seconds, once a process."""
     _find_version()
     from lm_eval.tasks import TaskManager

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub as local folders: what is cached is used without a network."""
+"""Data sets of the Hugging Face hub as local folders. Cached files need no network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mergekit_lab.checkpoints import explain_unreachable, find_cached_folder
 from mergekit_lab.errors import InputError
-from mergekit_lab.tasks.sources import find_missing_shards, find_part_files, is_shard
+from mergekit_lab.tasks.layouts import find_missing_shards, find_part_files, is_shard
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ _LAST = ".gitattributes"
 """In every repository, and taken last: where it is, so are files whose names do not tell how many there are."""
 
 
-def cached_data(repo: str, parts: Sequence[str], subset: str | None) -> Path | None:
+def find_cached_data(repo: str, parts: Sequence[str], subset: str | None) -> Path | None:
     """The cached folder of a data set, if it holds every file of these parts."""
     for revision in (None, _CONVERTED):
         folder = find_cached_folder(repo, revision, "dataset")
@@ -38,8 +38,8 @@ def download_data(
     """Download the files of these parts.
 
     Args:
-        also: parts that are taken too where there are some.
-        into: a folder to put them into; None takes the hub's cache.
+        also: parts to download if the data set has them.
+        into: the target folder; None takes the hub's cache.
 
     Raises:
         InputError: the hub cannot be reached, or has no such data set or part.

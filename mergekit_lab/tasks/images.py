@@ -1,8 +1,8 @@
-"""Published image data sets as tasks: what differs between them is data, in one configuration file each.
+"""Published image data sets as tasks. One configuration file describes each.
 
-Class names and prompt templates are text files in `assets/clip`, each with its source and license in its first
-lines. Images come from a local folder or from the hub (`sources.py`), are decoded once (`decoding.py`), and are
-kept by whoever `keep` is: the store of a run, or memory.
+Class names and prompt templates are text files in `assets/clip`, with source and license in their first lines.
+Images come from a local folder or the hub (`sources.py`) and are decoded once (`decoding.py`). `keep` holds
+them: a run's store, or memory.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from mergekit_lab.tasks.decoding import (
     shrink_sizes,
     write_images,
 )
-from mergekit_lab.tasks.hub import cached_data, download_data
+from mergekit_lab.tasks.hub import download_data, find_cached_data
 from mergekit_lab.tasks.labels import Labeling
-from mergekit_lab.tasks.sources import Rows, open_rows
+from mergekit_lab.tasks.layouts import open_rows
+from mergekit_lab.tasks.sources import Rows
 from mergekit_lab.tasks.task import PARTS, ImageSamples, ImageTask, Part
 
 log = logging.getLogger(__name__)
@@ -46,9 +47,9 @@ Make = Callable[[Path], Mapping[str, Any]]
 
 
 class Keeper(Protocol):
-    """Makes a folder of files once, and finds it again: `(kind, content, bytes to be written, make)` → folder.
+    """Makes a folder of files once and finds it again: `(kind, content, bytes to write, make)` → folder.
 
-    `content` names the folder: everything that decides its files. `make` gets an empty folder and fills it.
+    `content` is everything that decides the files, and names the folder. `make` fills an empty folder.
     """
 
     def __call__(self, kind: str, content: Mapping[str, Any], size: int, make: Make) -> Path: ...
@@ -60,25 +61,25 @@ class HubImages(ImageTask):
 
     Args:
         name: the task.
-        class_names, prompts: names of files in `assets/clip/classes` and `assets/clip/templates`, or paths of
-            one's own: one a line, in the order of the labels; lines that start with `#` say where from.
+        class_names, prompts: names of files in `assets/clip/classes` and `assets/clip/templates`, or paths to
+            your own. They have one entry per line, classes in the order of the labels. Lines that start with
+            `#` are comments.
         hub: the data set's repository on the Hugging Face hub, or None.
-        subset: of the repository, where it has several.
-        image_column, label_column: of parquet files.
-        parts: what the source calls each part, in the order of preference. Where it has no `validation`, that
-            is
-            cut off the training part: `validation_share` of it, `validation_most` at most, by a permutation
+        subset: the repository's subset, if it has several.
+        image_column, label_column: columns of parquet files.
+        parts: the source's names of each part, in the order of preference. Without a `validation` part it is
+            taken from training: `validation_share` of it, at most `validation_most` images, by a permutation
             from `seed`.
         sizes: published numbers of images, for `stage=check_data`.
         expert: what published fine-tuned checkpoints call the task, or None.
-        source: a folder with the data (a copy of the hub's repository, `<part>/<class>/<image>`, or the
-            original archive where a reader exists), or another repository; None looks at `root`, then on the
-            hub.
-        root: a folder that holds a folder of the task's name, or None.
-        keep: where what is read and decoded is kept; None keeps it in memory.
+        source: a folder with the data, or another repository. A folder may be a copy of the hub's repository,
+            `<part>/<class>/<image>`, or an original archive that has a reader. None looks in `root`, then on
+            the hub.
+        root: a folder that contains a folder with the task's name, or None.
+        keep: holds what is read and decoded; None keeps it in memory.
 
     Raises:
-        InputError: class names or prompts that are not there or malformed; at use, data that cannot be had.
+        InputError: class names or prompts are missing or malformed; at use, the data cannot be found.
     """
 
     __eq__ = object.__eq__
@@ -118,22 +119,22 @@ class HubImages(ImageTask):
             )
 
     def with_keeper(self, keep: Keeper) -> HubImages:
-        """The same task, whose data `keep` holds."""
+        """A copy of the task whose data `keep` holds."""
         return replace(self, keep=keep)
 
     @cached_property
     def classes(self) -> tuple[str, ...]:  # type: ignore[override]
-        return _lines("classes", self.class_names, self.name)
+        return _read_lines("classes", self.class_names, self.name)
 
     @cached_property
     def templates(self) -> tuple[str, ...]:  # type: ignore[override]
-        return _lines("templates", self.prompts, self.name)
+        return _read_lines("templates", self.prompts, self.name)
 
     def folder(self) -> Path | None:
-        """The local folder of the data, or None if it would have to be downloaded.
+        """The data's local folder, or None if it must be downloaded first.
 
         Raises:
-            InputError: a folder that was named does not exist.
+            InputError: the folder `source` or `root` does not exist.
         """
         if self.source is not None and (folder := Path(self.source).expanduser()).exists():
             return folder
@@ -145,7 +146,7 @@ class HubImages(ImageTask):
                 raise InputError(f"data_root is {self.root!r}, which is not a folder")
             if (inside := root / self.name).is_dir():
                 return inside
-        return cached_data(self._repository, self.wanted_parts, self.subset) if self._repository else None
+        return find_cached_data(self._repository, self.wanted_parts, self.subset) if self._repository else None
 
     @property
     def _repository(self) -> str | None:
@@ -155,31 +156,31 @@ class HubImages(ImageTask):
 
     @property
     def wanted_parts(self) -> list[str]:
-        """What the source calls the parts that must be there."""
+        """The source's names of the required parts."""
         return [self.parts["train"][0], self.parts["test"][0]]
 
     def download(self, into: Path | None = None) -> Path:
-        """Download the data; into the hub's cache, or a folder.
+        """Download the data into the hub's cache, or into a folder.
 
         Raises:
-            InputError: the task has no repository, or it cannot be had.
+            InputError: the task has no repository, or the download fails.
         """
         if self._repository is None:
             raise InputError(f"the data of {self.name} is on no hub: set sources.{self.name}=FOLDER")
         return download_data(self._repository, self.wanted_parts, self.subset, into, self.parts["validation"])
 
     def describe_source(self) -> str:
-        """Where the data would come from, for messages."""
+        """Where the data comes from, for messages."""
         setting = f"sources.{self.name}=FOLDER" + (f" or {self.root}/{self.name}" if self.root else "")
         hub = f"data set {self._repository} of the hub, or " if self._repository else ""
         return f"{self.name}: {hub}{setting}"
 
     @cached_property
     def rows(self) -> dict[str, Rows]:
-        """The source's parts; `validation` only where it has one of its own.
+        """The source's parts, with `validation` only if the source has one.
 
         Raises:
-            InputError: there is no training or test part, or files that cannot be read.
+            InputError: the training or test part is missing, or a file cannot be read.
         """
         folder = self.folder() or self.download()
         by_part: dict[str, Rows] = {}
@@ -196,18 +197,18 @@ class HubImages(ImageTask):
 
     @cached_property
     def labeling(self) -> Labeling:
-        """The labels of the source's parts as ours.
+        """The source's labels in the task's numbering.
 
         Raises:
-            InputError: a part is empty, or has labels that cannot be those of the class names.
+            InputError: a part is empty, or has labels that do not fit the class names.
         """
         return Labeling(self.name, self.classes, self.rows)
 
     @cached_property
     def _indices(self) -> dict[str, Index]:
-        return {part: self._indexed(rows, part) for part, rows in self.rows.items()}
+        return {part: self._read_index(rows, part) for part, rows in self.rows.items()}
 
-    def _indexed(self, rows: Rows, part: str) -> Index:
+    def _read_index(self, rows: Rows, part: str) -> Index:
         labels = self.labeling.labels[part]
         state = [[str(file.name), file.stat().st_size, file.stat().st_mtime_ns] for file in rows.files]
         seen = hashlib.sha256(json.dumps(state).encode()).hexdigest()
@@ -231,56 +232,56 @@ class HubImages(ImageTask):
             index = Index(rows.labels, arrays["digests"], arrays["sizes"])
         return index._replace(labels=labels)
 
-    def validation_count(self, total: int) -> int:
-        """How many of `total` training images validate, where the source has no part for it."""
+    def count_validation(self, total: int) -> int:
+        """How many of `total` training images become validation, if the source has no such part."""
         return min(int(self.validation_share * total), self.validation_most)
 
     def labels(self, part: Part) -> tuple[np.ndarray, str, np.ndarray]:
-        """A part's labels, the source's part that it is taken from, and its rows there.
+        """A part's labels, the source's part it is taken from, and its rows there.
 
         Raises:
-            InputError: the part is empty, or one of the source's parts has labels that are not ours.
+            InputError: the part is empty, or a part of the source has labels that the task lacks.
         """
-        where, chosen = self._chosen(part)
+        where, chosen = self._choose_rows(part)
         labels = self.labeling.labels[where][chosen]
         if len(labels) == 0:
             raise InputError(f"task {self.name!r} has an empty part {part!r}")
         return labels, where, chosen
 
-    def _chosen(self, part: Part) -> tuple[str, np.ndarray]:
+    def _choose_rows(self, part: Part) -> tuple[str, np.ndarray]:
         """The source's part that a part is taken from, and its rows, ascending."""
         if part == "test" or "validation" in self.rows:
             return part, np.arange(len(self.rows[part]))
         total = len(self.rows["train"])
-        count = self.validation_count(total)
+        count = self.count_validation(total)
         order = torch.randperm(total, generator=torch.Generator().manual_seed(self.seed)).numpy()
         kept = order[: total - count] if part == "train" else order[total - count :]
         return "train", np.sort(kept)
 
     def digest(self) -> str:
-        """Over name, classes, templates, and the encoded images' hashes and labels of all parts.
+        """Hash of name, classes, templates, and of all parts' encoded images and labels.
 
-        Nothing is decoded for it, and the same files give the same digest on every machine. It warns of test
-        images that stand in another part too, byte for byte.
+        Nothing is decoded, and the same files give the same digest on every machine. Warns of test images that
+        are in another part too, byte for byte.
 
         Raises:
-            InputError: what has no header of an image, by name.
+            InputError: a file, which the message names, has no image header.
         """
         digest = hashlib.sha256(repr((self.name, self.classes, self.templates)).encode())
         for part in PARTS:
-            digest.update(self._part_digest(part).encode())
-        if shared := self._files("test") & (self._files("train") | self._files("validation")):
+            digest.update(self._digest_part(part).encode())
+        if shared := self._hash_files("test") & (self._hash_files("train") | self._hash_files("validation")):
             log.warning(
-                "%s: %d images of the test part stand in the training or validation part too: stage=check_data "
+                "%s: %d images of the test part are in the training or validation part too: stage=check_data "
                 "compares them",
                 self.name,
                 len(shared),
             )
         return digest.hexdigest()
 
-    def _files(self, part: Part) -> set[bytes]:
+    def _hash_files(self, part: Part) -> set[bytes]:
         """A part's encoded images by their hashes."""
-        where, chosen = self._chosen(part)
+        where, chosen = self._choose_rows(part)
         return set(map(bytes, self._indices[where].digests[chosen]))
 
     def fingerprint(self) -> str:
@@ -291,7 +292,7 @@ class HubImages(ImageTask):
         return self.digest()
 
     def samples(self, part: Part) -> ImageSamples:
-        """The part, made once for this task; another task of equal fields looks at the files again."""
+        """The part, made once for this task. An equal task reads the files again."""
         if part not in PARTS:
             return super().samples(part)
         if part not in self._samples:
@@ -305,8 +306,8 @@ class HubImages(ImageTask):
     def count(self, part: Part) -> int:
         return len(self.labels(part)[0])
 
-    def _part_digest(self, part: Part) -> str:
-        where, chosen = self._chosen(part)
+    def _digest_part(self, part: Part) -> str:
+        where, chosen = self._choose_rows(part)
         index = self._indices[where]
         unreadable = (index.sizes[chosen] == 0).any(1).nonzero()[0]
         if len(unreadable):
@@ -318,16 +319,16 @@ class HubImages(ImageTask):
         return digest.hexdigest()
 
     def make(self, part: Part) -> ImageSamples:
-        """Decode a part, or map what an earlier run decoded.
+        """Decode a part, or map the file that an earlier run decoded.
 
         Raises:
-            InputError: an image that cannot be decoded, by name; labels beyond the class names.
+            InputError: an image, which the message names, cannot be decoded; a label exceeds the class names.
         """
         labels, where, chosen = self.labels(part)
         rows, index = self.rows[where], self._indices[where]
         side = None if part == "train" else SIDE
         sizes = shrink_sizes(index, chosen) if side is None else np.full((len(chosen), 2), side)
-        content = {"part": self._part_digest(part), "side": side or "shorter side 256", "form": FORM}
+        content = {"part": self._digest_part(part), "side": side or "shorter side 256", "form": FORM}
 
         def make(out: Path) -> Mapping[str, Any]:
             write_images(rows, chosen, out / _FILES[0], side, sizes)
@@ -350,7 +351,7 @@ def _in_memory(make: Make) -> torch.Tensor:
         return torch.frombuffer(bytearray((Path(folder) / _FILES[0]).read_bytes()), dtype=torch.uint8)
 
 
-def _lines(kind: str, name: str, task: str) -> tuple[str, ...]:
+def _read_lines(kind: str, name: str, task: str) -> tuple[str, ...]:
     own = Path(name).expanduser()
     file = own if own.is_file() else _ASSETS / kind / f"{name}.txt"
     if not file.is_file():

@@ -1,4 +1,4 @@
-"""From the labels of a source to those of a task: by name where the names are the task's, else by number."""
+"""Map a source's labels to a task's: by name if the names are the task's, else by number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mergekit_lab.tasks.sources import Rows
 
 
 class Labeling:
-    """The labels of a source's parts as a task numbers its classes.
+    """A source's labels, in the task's numbering of its classes.
 
     Args:
         task: its name, for messages.
@@ -23,30 +23,30 @@ class Labeling:
         labels: by part, int64 `[N]` in `[0, len(classes))`.
 
     Raises:
-        InputError: a part is empty, or has labels or names of labels that cannot be the task's.
+        InputError: a part is empty, or has labels or label names that do not fit the task.
     """
 
     def __init__(self, task: str, classes: Sequence[str], rows: Mapping[str, Rows]) -> None:
         self._task = task
         self._classes = classes
         self._rows = rows
-        self._spelled = _plain if len(set(map(_plain, classes))) == len(classes) else str
+        self._spelled = _simplify if len(set(map(_simplify, classes))) == len(classes) else str
         self._places = {self._spelled(name): number for number, name in enumerate(classes)}
-        self.labels = {part: self._checked(part) for part in rows}
+        self.labels = {part: self._check(part) for part in rows}
 
     def find_class(self, name: str) -> int | None:
-        """The number of the class of this name, None if there is none.
+        """The number of the class with this name, or None.
 
-        Case, spaces and signs count only where the task's own names differ in nothing else.
+        Case, spaces and punctuation are ignored, unless the task's own names differ only in them.
         """
         return self._places.get(self._spelled(name))
 
-    def numbers(self, part: str) -> np.ndarray:
-        """The task's label numbers by those of a part, int64 `[labels of the part]`.
+    def map_numbers(self, part: str) -> np.ndarray:
+        """The task's number for each of a part's numbers, int64 `[labels of the part]`.
 
-        Names decide where every name of the source is one of the task's. Else the source's numbers are taken;
-        where it has none, or its names are numbers, the position among the names of all parts is: by value
-        where they are numbers, by the alphabet where not.
+        If every name of the source is one of the task's, names decide. Otherwise the source's numbers are
+        taken. If it has none, or its names are numbers, labels are matched by index in the sorted names of all
+        parts: sorted by value if they are numbers, else by the alphabet.
         """
         names, named = self._rows[part].label_names, self._rows[part].by_name
         if names is None:
@@ -73,7 +73,7 @@ class Labeling:
             )
         return np.arange(max(len(self._classes), len(names)))
 
-    def _checked(self, part: str) -> np.ndarray:
+    def _check(self, part: str) -> np.ndarray:
         theirs = self._rows[part].labels
         if len(theirs) == 0:
             raise InputError(f"task {self._task!r} has an empty part {part!r}")
@@ -83,7 +83,7 @@ class Labeling:
                 f"task {self._task!r}: {(theirs < 0).sum()} of {len(theirs)} labels of {part!r} are below 0 "
                 f"(the least is {least}): is this part published without labels?"
             )
-        numbers = self.numbers(part)
+        numbers = self.map_numbers(part)
         if most >= len(numbers) or (ours := numbers[theirs]).max() >= len(self._classes):
             raise InputError(
                 f"task {self._task!r} names {len(self._classes)} classes, but labels of {part!r} span "
@@ -92,6 +92,6 @@ class Labeling:
         return ours
 
 
-def _plain(name: str) -> str:
+def _simplify(name: str) -> str:
     """Without case, spaces and signs, for comparing; a name of signs alone stays as it is."""
     return re.sub(r"[\W_]+", "", name.lower()) or name

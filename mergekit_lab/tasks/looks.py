@@ -1,7 +1,7 @@
 """How a rendered task looks: from clean bitmaps to distorted, colored images.
 
-Each task has a look of its own (colors, polarity, grain, blur, an object in front), so that tasks differ in
-more than their labels, as photographs of road signs differ from satellite pictures.
+Every task has its own look: colors, polarity, grain, blur, an object in front. So tasks differ in more than
+their labels, as photographs of road signs differ from satellite pictures.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ Color = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
-class Look:
+class GlyphLook:
     """Ranges that one image's distortion is drawn from, uniformly.
 
     ink, paper: two RGB colors each, in [0, 1]; a color is drawn between them, channel by channel.
@@ -46,49 +46,49 @@ class Look:
     stripes: float = 0.0
 
 
-LOOKS: dict[str, Look] = {
-    "shop window": Look(
+LOOKS: dict[str, GlyphLook] = {
+    "shop window": GlyphLook(
         ink=((0.0, 0.0, 0.0), (0.25, 0.25, 0.25)), paper=((0.75, 0.72, 0.65), (0.95, 0.92, 0.85)),
         blur=0.8, noise=0.12, shade=0.2, mirror=True,
     ),
-    "blueprint": Look(
+    "blueprint": GlyphLook(
         ink=((0.75, 0.85, 0.9), (1.0, 1.0, 1.0)), paper=((0.05, 0.15, 0.4), (0.15, 0.3, 0.65)),
         rotation=15.0, noise=0.05, bars=1, hollow=True,
     ),
-    "poster": Look(
+    "poster": GlyphLook(
         ink=((0.8, 0.75, 0.1), (1.0, 0.95, 0.4)), paper=((0.55, 0.02, 0.02), (0.8, 0.15, 0.12)),
         noise=0.08, shade=0.4, stripes=0.5,
     ),
-    "chalkboard": Look(
+    "chalkboard": GlyphLook(
         ink=((0.7, 0.75, 0.7), (0.95, 1.0, 0.95)), paper=((0.05, 0.2, 0.12), (0.12, 0.35, 0.22)),
         rotation=12.0, scale=(0.6, 1.0), noise=0.2, blur=0.4, crowd=True,
     ),
-    "neon": Look(
+    "neon": GlyphLook(
         ink=((0.1, 0.8, 0.6), (0.4, 1.0, 1.0)), paper=((0.0, 0.0, 0.0), (0.12, 0.05, 0.15)),
         rotation=4.0, scale=(0.95, 1.15), blur=0.6, noise=0.03, crowd=True,
     ),
-    "fabric": Look(
+    "fabric": GlyphLook(
         ink=((0.3, 0.0, 0.35), (0.55, 0.2, 0.6)), paper=((0.75, 0.8, 0.9), (0.95, 0.95, 1.0)),
         rotation=3.0, shear=0.0, scale=(0.9, 1.15), noise=0.05, stripes=0.5,
     ),
 }  # fmt: skip
 
 
-def _uniform(count: int, low: float, high: float, generator: torch.Generator) -> Tensor:
+def _draw_uniform(count: int, low: float, high: float, generator: torch.Generator) -> Tensor:
     return torch.rand(count, generator=generator) * (high - low) + low
 
 
-def warp(bitmaps: Tensor, look: Look, generator: torch.Generator, aside: float = 0.0) -> Tensor:
-    """Turn, scale, slant and move: float `[N, CANVAS, CANVAS]` in [0, 1] to `[N, SIZE, SIZE]`.
+def warp(bitmaps: Tensor, look: GlyphLook, generator: torch.Generator, aside: float = 0.0) -> Tensor:
+    """Rotate, scale, shear and shift: float `[N, CANVAS, CANVAS]` in [0, 1] to `[N, SIZE, SIZE]`.
 
-    At scale 1 a pixel stays a pixel: the frame is the middle of the canvas.
-    aside: pixels to the right, on top of the look's shift.
+    The frame is the middle of the canvas. At scale 1 a pixel stays a pixel. aside: pixels to the right, added
+    to the look's shift.
     """
     count = len(bitmaps)
-    angle = _uniform(count, -look.rotation, look.rotation, generator) * (pi / 180)
-    zoom = (SIZE / CANVAS) / _uniform(count, *look.scale, generator)
-    slope = _uniform(count, -look.shear, look.shear, generator)
-    shift = 2 / CANVAS * _uniform(2 * count, -look.shift, look.shift, generator).reshape(2, count)
+    angle = _draw_uniform(count, -look.rotation, look.rotation, generator) * (pi / 180)
+    zoom = (SIZE / CANVAS) / _draw_uniform(count, *look.scale, generator)
+    slope = _draw_uniform(count, -look.shear, look.shear, generator)
+    shift = 2 / CANVAS * _draw_uniform(2 * count, -look.shift, look.shift, generator).reshape(2, count)
     shift[0] -= 2 / SIZE * aside * zoom
     cos, sin = angle.cos(), angle.sin()
     theta = torch.stack(
@@ -98,7 +98,7 @@ def warp(bitmaps: Tensor, look: Look, generator: torch.Generator, aside: float =
     return grid_sample(bitmaps.unsqueeze(1), grid, align_corners=False).squeeze(1)
 
 
-def _strokes(bitmaps: Tensor, look: Look, generator: torch.Generator) -> Tensor:
+def _draw_strokes(bitmaps: Tensor, look: GlyphLook, generator: torch.Generator) -> Tensor:
     """The glyph's own ink, `[N, SIZE, SIZE]`: warped, with neighbors, mirrored or hollow as the look says."""
     ink = warp(bitmaps, look, generator)
     if look.crowd:
@@ -112,29 +112,29 @@ def _strokes(bitmaps: Tensor, look: Look, generator: torch.Generator) -> Tensor:
     return ink
 
 
-def _cover(ink: Tensor, look: Look, generator: torch.Generator) -> Tensor:
+def _cover(ink: Tensor, look: GlyphLook, generator: torch.Generator) -> Tensor:
     """Bars take ink away in a band of 3 pixels at any slope; stripes add waves of 6 pixels at any slope."""
     count = len(ink)
     ys, xs = torch.meshgrid(torch.arange(SIZE), torch.arange(SIZE), indexing="ij")
     for _ in range(look.bars):
-        angle = _uniform(count, 0, pi, generator)[:, None, None]
-        offset = _uniform(count, -9, 9, generator)[:, None, None]
+        angle = _draw_uniform(count, 0, pi, generator)[:, None, None]
+        offset = _draw_uniform(count, -9, 9, generator)[:, None, None]
         distance = ((xs - SIZE / 2) * angle.cos() + (ys - SIZE / 2) * angle.sin() - offset).abs()
         ink = ink * (distance > 1.5)
     if look.stripes:
-        angle, phase = (_uniform(count, 0, pi * k, generator)[:, None, None] for k in (1, 2))
+        angle, phase = (_draw_uniform(count, 0, pi * k, generator)[:, None, None] for k in (1, 2))
         wave = torch.sin((xs * angle.cos() + ys * angle.sin()) * (2 * pi / 6) + phase)
-        strength = _uniform(count, look.stripes / 2, look.stripes, generator)[:, None, None]
+        strength = _draw_uniform(count, look.stripes / 2, look.stripes, generator)[:, None, None]
         ink = torch.maximum(ink, strength * (wave + 1) / 2)
     return ink
 
 
-def draw(bitmaps: Tensor, look: Look, generator: torch.Generator) -> Tensor:
-    """Clean bitmaps uint8 `[N, CANVAS, CANVAS]` to images uint8 `[N, 3, SIZE, SIZE]` in this look."""
+def draw(bitmaps: Tensor, look: GlyphLook, generator: torch.Generator) -> Tensor:
+    """Draw clean bitmaps, uint8 `[N, CANVAS, CANVAS]`, as images in this look, uint8 `[N, 3, SIZE, SIZE]`."""
     count = len(bitmaps)
-    ink = _cover(_strokes(bitmaps.float() / 255, look, generator), look, generator)
+    ink = _cover(_draw_strokes(bitmaps.float() / 255, look, generator), look, generator)
     if look.blur:
-        share = _uniform(count, 0, look.blur, generator)[:, None, None]
+        share = _draw_uniform(count, 0, look.blur, generator)[:, None, None]
         for _ in range(2):
             soft = avg_pool2d(ink.unsqueeze(1), 3, 1, 1).squeeze(1)
             ink = ink + share * (soft - ink)
@@ -144,10 +144,10 @@ def draw(bitmaps: Tensor, look: Look, generator: torch.Generator) -> Tensor:
         colors.append((start + torch.rand(count, 3, generator=generator) * (end - start))[:, :, None, None])
     images = colors[1] + ink.unsqueeze(1) * (colors[0] - colors[1])
     if look.shade:
-        angle = _uniform(count, 0, 2 * pi, generator)[:, None, None]
+        angle = _draw_uniform(count, 0, 2 * pi, generator)[:, None, None]
         ramp = torch.linspace(-0.5, 0.5, SIZE)
         light = 1 + look.shade * (ramp[None, None, :] * angle.cos() + ramp[None, :, None] * angle.sin())
         images = images * light.unsqueeze(1)
-    grain = _uniform(count, look.noise / 2, look.noise, generator)[:, None, None, None]
+    grain = _draw_uniform(count, look.noise / 2, look.noise, generator)[:, None, None, None]
     images = images + grain * torch.randn(images.shape, generator=generator)
     return (images * 255).round().clamp(0, 255).to(torch.uint8)

@@ -1,7 +1,7 @@
-"""Messages to a shop from a seeded generator: two tasks with chosen answers that a small model learns soon.
+"""Messages to a shop from a seeded generator: two tasks with fixed answers that a small model learns fast.
 
-`topic` asks which department a message is for, `tone` how its writer feels. Both read the same kind of message,
-so an expert of one says little of the other, and a merge has something to lose.
+`topic` asks which department a message is for, `tone` how its writer feels. Both use the same kind of message.
+An expert in one knows little about the other, so a merge has something to lose.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PATIENCE = 2000
 """Messages that were there already, one after another, before it is said that there are no more."""
 
 
-def _message(draw: Random) -> tuple[str, dict[str, str]]:
+def _draw_message(draw: Random) -> tuple[str, dict[str, str]]:
     topic, tone = draw.choice(list(_TOPICS)), draw.choice(list(_TONES))
     said = draw.choice(_TOPICS[topic]).format(thing=draw.choice(_THINGS), day=draw.choice(_DAYS))
     felt = draw.choice(_TONES[tone]).format(number=draw.randint(100, 999))
@@ -60,10 +60,10 @@ def _message(draw: Random) -> tuple[str, dict[str, str]]:
 
 @dataclass(frozen=True)
 class Messages(TextTask):
-    """What a message to a shop is about, or how its writer feels; no message stands in two parts.
+    """What a message to a shop is about, or how its writer feels. No message is in two parts.
 
     Args:
-        kind: topic or tone; its answers are the task's `choices`, where these are null.
+        kind: topic or tone. Its answers become the task's `choices`, if these are null.
         train_size, validation_size, test_size: samples, at least 1.
         seed: draws the messages.
     """
@@ -91,7 +91,7 @@ class Messages(TextTask):
         ):  # fmt: skip
             prompts, answers, misses = [], [], 0
             while len(prompts) < size:
-                text, labels = _message(draw)
+                text, labels = _draw_message(draw)
                 misses += 1
                 if misses > _PATIENCE:
                     raise InputError(

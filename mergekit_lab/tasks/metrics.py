@@ -1,7 +1,7 @@
-"""What scores texts: functions of predictions, references and (for SARI) sources, over a whole part at once.
+"""Metrics of text: functions of a whole part's predictions, references and (for SARI) sources.
 
-All values are at most 1, more is better. `accuracy` is strict: the very text, as TRACE compares it; beside it
-stands `lenient_accuracy`, which forgives white space, case and a full stop at the end.
+Values are at most 1, and larger is better. `accuracy` is strict: the exact text, as TRACE compares it.
+`lenient_accuracy` ignores case, surrounding white space, and a full stop at the end.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ MEANS: set[str] = set()
 """Those that are means over samples; the others are of all of them at once."""
 
 
-def metric(*, mean: bool) -> Callable[[Metric], Metric]:
-    """Make a function a metric by its name: it is called with lists that fit, of one sample at least.
+def register_metric(*, mean: bool) -> Callable[[Metric], Metric]:
+    """Register a function as a metric under its name. It gets lists of equal length, at least one sample.
 
     Args:
-        mean: whether it is the mean over samples.
+        mean: whether its value is a mean over samples.
     """
 
     def register(function: Metric) -> Metric:
         reads_sources = signature(function).parameters["sources"].default is Parameter.empty
 
         @wraps(function)
-        def checked(
+        def check_and_score(
             predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] | None = None
         ) -> float:
             if not len(predictions):
@@ -53,69 +53,69 @@ def metric(*, mean: bool) -> Callable[[Metric], Metric]:
                     )
             return function(predictions, references, *(() if sources is None else (sources,)))
 
-        METRICS[function.__name__] = checked
+        METRICS[function.__name__] = check_and_score
         if mean:
             MEANS.add(function.__name__)
-        return checked
+        return check_and_score
 
     return register
 
 
-def _mean(values: Sequence[float]) -> float:
+def _average(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
 def normalize(text: str) -> str:
-    """Without white space around it and a full stop at the end, in lower case."""
+    """Lower the case, and strip surrounding white space and a full stop at the end."""
     return text.strip().removesuffix(".").removesuffix("。").strip().casefold()
 
 
-@metric(mean=True)
+@register_metric(mean=True)
 def accuracy(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()) -> float:
-    """The share of predictions that are the reference, character by character."""
-    return _mean([p == r for p, r in zip(predictions, references, strict=True)])
+    """The share of predictions that equal the reference, character by character."""
+    return _average([p == r for p, r in zip(predictions, references, strict=True)])
 
 
-@metric(mean=True)
+@register_metric(mean=True)
 def lenient_accuracy(
     predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()
 ) -> float:
     """The same after `normalize` on both sides."""
-    return _mean([normalize(p) == normalize(r) for p, r in zip(predictions, references, strict=True)])
+    return _average([normalize(p) == normalize(r) for p, r in zip(predictions, references, strict=True)])
 
 
-@metric(mean=True)
+@register_metric(mean=True)
 def first_character(
     predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()
 ) -> float:
     """The share of predictions that begin with the reference's first character: TRACE's ScienceQA.
 
-    White space before it counts as a character, as it does there.
+    Leading white space counts as a character, as it does in TRACE.
     """
-    return _mean([p[:1] == r[:1] for p, r in zip(predictions, references, strict=True)])
+    return _average([p[:1] == r[:1] for p, r in zip(predictions, references, strict=True)])
 
 
-@metric(mean=True)
+@register_metric(mean=True)
 def rouge_l(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()) -> float:
     """Mean F1 of the longest common subsequence of words (Lin 2004), by torchmetrics.
 
-    Google's tokens: lower case, letters a-z and digits. `rouge_l_trace` is TRACE's.
+    Tokens are Google's: lower case, letters a-z and digits. `rouge_l_trace` is TRACE's.
     """
     from torchmetrics.functional.text import rouge_score
 
-    found = rouge_score(list(predictions), list(references), rouge_keys="rougeL")
-    return float(found["rougeL_fmeasure"])
+    scores = rouge_score(list(predictions), list(references), rouge_keys="rougeL")
+    return float(scores["rougeL_fmeasure"])
 
 
-@metric(mean=True)
+@register_metric(mean=True)
 def rouge_l_trace(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()) -> float:
-    """Mean F1 of ROUGE-L as TRACE's script has it, by the package `rouge` of PyPI: at the level of summaries.
+    """Mean F1 of summary-level ROUGE-L, as TRACE's script computes it with PyPI's `rouge`.
 
-    Sentences end at full stops, words at white space, and case counts. Hits are the different words in the
-    longest common subsequences of all pairs of sentences, recall and precision their shares of the different
-    words of reference and prediction. A prediction without words scores 0; TRACE's script leaves it out.
+    Sentences end at full stops, words at white space, and case counts. Hits are the distinct words in the
+    longest common subsequences of all pairs of sentences. Recall is their share of the reference's distinct
+    words, precision of the prediction's. A prediction without words scores 0; TRACE's script skips it.
     """
-    return _mean([_rouge_l_of_summary(p, r) for p, r in zip(predictions, references, strict=True)])
+    return _average([_rouge_l_of_summary(p, r) for p, r in zip(predictions, references, strict=True)])
 
 
 def _rouge_l_of_summary(prediction: str, reference: str) -> float:
@@ -150,31 +150,33 @@ def _longest_common_subsequence(x: Sequence[str], y: Sequence[str]) -> list[str]
     return words
 
 
-@metric(mean=True)
+@register_metric(mean=True)
 def sari(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str]) -> float:
     """Mean SARI of sentences against their source (Xu et al. 2016, section 4), as a fraction.
 
-    The mean over n-grams of 1 to 4 words and over keeping (F1), adding (F1) and deleting (precision). With one
-    reference; `sari_of` takes several. Words are split as sacreBLEU's 13a does for texts in lower case.
+    The mean over n-grams of 1 to 4 words, and over keeping (F1), adding (F1) and deleting (precision). It takes
+    one reference; `score_sari` takes several. Words are split as sacreBLEU's 13a splits lower-case text.
     """
-    return _mean([sari_of(s, p, [r]) for s, p, r in zip(sources, predictions, references, strict=True)])
+    return _average([score_sari(s, p, [r]) for s, p, r in zip(sources, predictions, references, strict=True)])
 
 
-def sari_of(source: str, prediction: str, references: Sequence[str]) -> float:
+def score_sari(source: str, prediction: str, references: Sequence[str]) -> float:
     """SARI of one prediction, in [0, 1].
 
-    As in the authors' corrected code: an empty set of operations counts as right where none was wanted.
+    As in the authors' corrected code, making no operation scores 1 if none was needed.
     """
-    words = [_words(text.lower()) for text in (source, prediction, *references)]
+    words = [_split_words(text.lower()) for text in (source, prediction, *references)]
     keep, delete, add = 0.0, 0.0, 0.0
     for n in range(1, 5):
-        s, c, *rs = (_grams(text, n) for text in words)
-        k, d, a = _operations(s, c, rs)
+        s, c, *rs = (_count_grams(text, n) for text in words)
+        k, d, a = _score_operations(s, c, rs)
         keep, delete, add = keep + k / 4, delete + d / 4, add + a / 4
     return (keep + delete + add) / 3
 
 
-def _operations(s: Counter[str], c: Counter[str], rs: Sequence[Counter[str]]) -> tuple[float, float, float]:
+def _score_operations(
+    s: Counter[str], c: Counter[str], rs: Sequence[Counter[str]]
+) -> tuple[float, float, float]:
     """F1 of keeping, precision of deleting, F1 of adding; n-grams count as often as there are references."""
     count = len(rs)
     r = sum(rs, Counter[str]())
@@ -183,20 +185,20 @@ def _operations(s: Counter[str], c: Counter[str], rs: Sequence[Counter[str]]) ->
 
     kept, right = s_all & c_all, s_all & c_all & r
     wanted = s_all & r
-    precision = _ratio(sum(right[g] / kept[g] for g in right), len(kept))
-    recall = _ratio(right.total(), wanted.total())
+    precision = _divide(sum(right[g] / kept[g] for g in right), len(kept))
+    recall = _divide(right.total(), wanted.total())
     keep = _f1(precision, recall)
 
     gone = s_all - c_all
     rightly = gone - r
-    delete = _ratio(sum(rightly[g] / gone[g] for g in rightly), len(gone))
+    delete = _divide(sum(rightly[g] / gone[g] for g in rightly), len(gone))
 
     added, missing = set(c) - set(s), set(r) - set(s)
     good = added & set(r)
-    return keep, delete, _f1(_ratio(len(good), len(added)), _ratio(len(good), len(missing)))
+    return keep, delete, _f1(_divide(len(good), len(added)), _divide(len(good), len(missing)))
 
 
-def _ratio(part: float, whole: float) -> float:
+def _divide(part: float, whole: float) -> float:
     return part / whole if whole else 1.0
 
 
@@ -210,7 +212,7 @@ _WRITTEN = {
 """What 13a reads otherwise than it is written, in this order."""
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     """sacreBLEU's 13a: punctuation stands alone, but for points and commas within numbers. No text is one word,
     the empty one, as in the public implementation."""
     for written, read in _WRITTEN.items():
@@ -221,22 +223,22 @@ def _words(text: str) -> list[str]:
     return re.sub(r"([0-9])(-)", r"\1 \2 ", text).split() or [""]
 
 
-def _grams(words: Sequence[str], n: int) -> Counter[str]:
+def _count_grams(words: Sequence[str], n: int) -> Counter[str]:
     return Counter(" ".join(words[i : i + n]) for i in range(len(words) - n + 1))
 
 
-@metric(mean=False)
+@register_metric(mean=False)
 def matthews(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()) -> float:
-    """Matthews' correlation coefficient of two labels (GLUE's CoLA); 0 where one side never varies."""
+    """Matthews' correlation coefficient of two labels (GLUE's CoLA), in [-1, 1]; 0 if one side is constant."""
     positive = sorted(set(references))[-1]
     p = torch.tensor([normalize(x) == normalize(positive) for x in predictions], dtype=torch.float64)
     r = torch.tensor([x == positive for x in references], dtype=torch.float64)
-    return _correlation(p, r)
+    return _correlate(p, r)
 
 
-@metric(mean=False)
+@register_metric(mean=False)
 def spearman(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()) -> float:
-    """Rank correlation of numbers (GLUE's STS-B); what is no number counts as 0."""
+    """Rank correlation of numbers (GLUE's STS-B), in [-1, 1]. Text that is no number counts as 0."""
     from torchmetrics.functional.regression import spearman_corrcoef
 
     p, r = (torch.tensor([_number(x) for x in side], dtype=torch.float64) for side in (predictions, references))
@@ -253,7 +255,7 @@ def _number(text: str) -> float:
     return number if math.isfinite(number) else 0.0
 
 
-def _correlation(x: torch.Tensor, y: torch.Tensor) -> float:
+def _correlate(x: torch.Tensor, y: torch.Tensor) -> float:
     x, y = x - x.mean(), y - y.mean()
     scale = float(x.norm() * y.norm())
     return float(x @ y) / scale if scale > 0 else 0.0

@@ -1,14 +1,14 @@
-"""Which glyphs the shipped model may see in pre-training: none that a task validates or tests on.
+"""Glyphs that the shipped model may see in pre-training: none that a task validates or tests on.
 
-The rule is by content, so it holds over tasks: a (character, face) pair is left out if its clean bitmap is a
-validation or test picture of any shipped rendered task, wherever else that picture occurs.
+The rule is by content, so it holds across tasks. A (character, face) pair is left out if its clean bitmap is a
+validation or test picture of any shipped rendered task.
 """
 
 import unicodedata
 from functools import cache
 
 from .glyph_tasks import SHIPPED, Pair
-from .glyphs import FACES, characters, digest
+from .glyphs import FACES, digest, list_characters
 from .task import PARTS
 
 
@@ -25,12 +25,12 @@ def find_held_out() -> frozenset[str]:
     )
 
 
-def pretraining_pairs() -> list[Pair]:
-    """All that pre-training may see: every named character with ink in every face, but for what is held out."""
+def list_pretraining_pairs() -> list[Pair]:
+    """Every named character with ink in every face, except what is held out."""
     left_out = find_held_out() | {None}
     return [
         (face, code)
         for face in FACES
-        for code in sorted(characters(face))
+        for code in sorted(list_characters(face))
         if unicodedata.name(chr(code), "") and digest(face, code) not in left_out
     ]

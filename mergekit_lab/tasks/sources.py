@@ -26,9 +26,8 @@ from mergekit_lab.errors import InputError, listing
 IMAGE_FILES = {".jpg", ".jpeg", ".png", ".webp", ".ppm", ".bmp", ".gif", ".tif", ".tiff"}
 _CHUNK = 64
 _LARGEST_LABEL = 1 << 31
-_SHARD = re.compile(r"(\d+)-of-(\d+)")
 _FER2013_LABELS = ("angry", "disgusted", "fearful", "happy", "sad", "surprised", "neutral")
-_FER2013_USAGE = {"train": {"Training"}, "test": {"PublicTest", "PrivateTest"}}
+FER2013_USAGE = {"train": {"Training"}, "test": {"PublicTest", "PrivateTest"}}
 
 
 class Rows(ABC):
@@ -82,14 +81,14 @@ class ParquetRows(Rows):
         labels: list[Any] = []
         for file in files:
             opened = _open_parquet(file)
-            self._image = _image_column(file, opened.schema_arrow, image)
+            self._image = _find_image_column(file, opened.schema_arrow, image)
             if label not in opened.schema_arrow.names:
                 raise InputError(
                     f"{file} has no column {label!r} of labels; columns: {listing(opened.schema_arrow.names)}"
                 )
             self.label_names = _label_names(opened.schema_arrow, label)
             first = len(labels)
-            with reading_parquet(file):
+            with explain_parquet_errors(file):
                 labels += parquet.read_table(file, columns=[label]).column(label).to_pylist()
             for group in range(opened.num_row_groups):
                 size = opened.metadata.row_group(group).num_rows
@@ -103,15 +102,15 @@ class ParquetRows(Rows):
     def load(self, chunk: int) -> list[bytes]:
         file, group = self._groups[chunk]
         opened = _open_parquet(file)
-        with reading_parquet(file):
+        with explain_parquet_errors(file):
             rows = opened.read_row_group(group, columns=[self._image]).column(0).to_pylist()
         return [(row["bytes"] if isinstance(row, dict) else row) or b"" for row in rows]
 
     def name(self, row: int) -> str:
         at = next(i for i, rows in enumerate(self.chunks) if row in rows)
-        return f"{self._groups[at][0].name}, row {row - self._first_row(at)}"
+        return f"{self._groups[at][0].name}, row {row - self._find_first_row(at)}"
 
-    def _first_row(self, chunk: int) -> int:
+    def _find_first_row(self, chunk: int) -> int:
         """The first row of the file that holds a chunk."""
         file = self._groups[chunk][0]
         return next(
@@ -122,12 +121,12 @@ class ParquetRows(Rows):
 def _open_parquet(file: Path) -> Any:
     from pyarrow import parquet
 
-    with reading_parquet(file):
+    with explain_parquet_errors(file):
         return parquet.ParquetFile(file)
 
 
 @contextmanager
-def reading_parquet(file: Path) -> Iterator[None]:
+def explain_parquet_errors(file: Path) -> Iterator[None]:
     """Raises `InputError` for whatever stops pyarrow, which names the file."""
     from pyarrow import ArrowException
 
@@ -138,7 +137,7 @@ def reading_parquet(file: Path) -> Iterator[None]:
         raise InputError(f"{file} is not a readable parquet file ({reason}): was the copy cut short?") from None
 
 
-def _image_column(file: Path, schema: Any, wanted: str) -> str:
+def _find_image_column(file: Path, schema: Any, wanted: str) -> str:
     from pyarrow import types
 
     def is_binary(kind: Any) -> bool:
@@ -211,7 +210,7 @@ def _refuse_unreadable(error: OSError) -> None:
     raise InputError(f"{error.filename} cannot be read: {error.strerror}")
 
 
-def _refuse_no_files(files: Sequence[Path]) -> None:
+def refuse_no_files(files: Sequence[Path]) -> None:
     """A broken link, a loop of links, a folder or a pipe by the name of a file."""
     if odd := [str(file) for file in files if not file.is_file()]:
         raise InputError(f"no files that can be read: {listing(odd, 3)}; remove them, or mend the links")
@@ -225,10 +224,10 @@ class FolderRows(Rows):
     def __init__(self, folder: Path) -> None:
         inside = next(os.walk(folder, onerror=_refuse_unreadable))[1]
         classes = sorted(name for name in inside if not name.startswith("."))
-        images = [(n, file) for n, name in enumerate(classes) for file in _image_files(folder / name)]
+        images = [(n, file) for n, name in enumerate(classes) for file in _list_image_files(folder / name)]
         self._folder = folder
         self._images = [file for _, file in images]
-        _refuse_no_files(self._images)
+        refuse_no_files(self._images)
         self.labels = np.array([number for number, _ in images], dtype=np.int64)
         self.label_names = tuple(classes)
         self.chunks = _in_chunks(len(images))
@@ -241,7 +240,7 @@ class FolderRows(Rows):
         return str(self._images[row].relative_to(self._folder.parent))
 
 
-def _image_files(folder: Path) -> list[Path]:
+def _list_image_files(folder: Path) -> list[Path]:
     """All below a folder, sorted; links to folders are not followed."""
     return sorted(
         Path(inside, name)
@@ -318,7 +317,7 @@ class Fer2013Rows(Rows):
     """
 
     def __init__(self, file: Path, part: str) -> None:
-        wanted = _FER2013_USAGE.get(part, set())
+        wanted = FER2013_USAGE.get(part, set())
         self.files = [file]
         self._file = file
         table: Any = None
@@ -332,7 +331,7 @@ class Fer2013Rows(Rows):
             raise InputError(f"{file} cannot be read beyond line {line} ({error})") from None
         if lacking := {"emotion", "pixels", "Usage"} - set(columns):
             raise InputError(f"{file} has no column {listing(lacking)}; columns: {listing(columns)}")
-        known = set().union(*_FER2013_USAGE.values())
+        known = set().union(*FER2013_USAGE.values())
         for line, row in every:
             if row["Usage"] not in known:
                 raise InputError(f"{file}, line {line}: the usage is {row['Usage']!r}, not {listing(known)}")
@@ -347,13 +346,13 @@ class Fer2013Rows(Rows):
         self.chunks = _in_chunks(len(rows))
 
     def load(self, chunk: int) -> list[bytes]:
-        return [_gray_picture(self._pixels[row]) for row in self.chunks[chunk]]
+        return [_encode_gray(self._pixels[row]) for row in self.chunks[chunk]]
 
     def name(self, row: int) -> str:
         return f"{self._file.name}, line {self._lines[row]}"
 
 
-def _gray_picture(pixels: str) -> bytes:
+def _encode_gray(pixels: str) -> bytes:
     """A square of gray levels as PNG; no bytes, which are no picture, where the levels are none."""
     from PIL import Image
 
@@ -365,64 +364,3 @@ def _gray_picture(pixels: str) -> bytes:
     except (ValueError, OverflowError):
         return b""
     return out.getvalue()
-
-
-def find_part_files(files: Sequence[str], part: str, subset: str | None) -> list[str]:
-    """Those of a repository's parquet or tar files that hold a part, by the hub's naming.
-
-    `data/train-00000-of-00002.parquet`, `<subset>/train-….parquet`, `<subset>/train/0000.parquet`,
-    `train/0.tar`.
-    """
-    data = sorted(file for file in files if file.endswith((".parquet", ".tar")))
-    inside = [file for file in data if subset in Path(file).parts[:-1]] if subset else []
-    return [file for file in inside or data if re.search(rf"(^|/){re.escape(part)}([-_./]|$)", file)]
-
-
-def is_shard(file: str) -> bool:
-    """Whether a file's name tells how many there are, `train-00000-of-00002.parquet`."""
-    return _SHARD.search(file) is not None
-
-
-def find_missing_shards(files: Sequence[str]) -> list[str]:
-    """What is not among files whose names tell how many there are: `1 of 2 files data/train-…`."""
-    numbered: dict[tuple[str, int], set[str]] = {}
-    for file in files:
-        if shard := _SHARD.search(file):
-            numbered.setdefault((file[: shard.start()], int(shard[2])), set()).add(shard[1])
-    return [
-        f"{total - len(numbers)} of {total} files {stem}…"
-        for (stem, total), numbers in numbered.items()
-        if len(numbers) < total
-    ]
-
-
-def open_rows(folder: Path, parts: Sequence[str], subset: str | None, image: str, label: str) -> Rows | None:
-    """The first of the parts that a folder has, in whichever layout; None if it has none.
-
-    Args:
-        parts: names of the part, in the order of preference.
-        subset: a repository's subset, where it has several.
-        image, label: columns of parquet files.
-
-    Raises:
-        InputError: files that cannot be read, or lack a column.
-    """
-    names = [str(p.relative_to(folder)) for kind in ("*.parquet", "*.tar") for p in folder.rglob(kind)]
-    for part in parts:
-        listed = find_part_files(names, part, subset)
-        if missing := find_missing_shards(listed):
-            raise InputError(f"{folder} lacks {listing(missing)}: was the copy cut short?")
-        files = [folder / file for file in listed]
-        _refuse_no_files(files)
-        if files and files[0].suffix == ".parquet":
-            return ParquetRows(files, image, label)
-        images = FolderRows(folder / part) if (folder / part).is_dir() else None
-        if files:
-            rows = TarRows(files)
-            return rows if len(rows) or not images else images  # an archive beside what came out of it
-        if (folder / "fer2013.csv").is_file():
-            if part in _FER2013_USAGE:
-                return Fer2013Rows(folder / "fer2013.csv", part)
-        elif images is not None and (len(images) or not names):
-            return images
-    return None

@@ -1,7 +1,7 @@
-"""What a task is: samples in three parts, and the name of what scores them. Images with class names among them.
+"""A task: samples in three parts, and the name of the metric that scores them. Image tasks are defined here.
 
-Legend: N images, C classes, H×W pixels. Nothing here reads a configuration or a model; how a backbone learns a
-task and is scored on it is said by its `Objective`.
+Legend: N images, C classes, H×W pixels. Nothing here reads a configuration or a model. An `Objective` says how
+a backbone learns a task and is scored.
 """
 
 import hashlib
@@ -28,9 +28,8 @@ PARTS: tuple[Part, ...] = get_args(Part)
 class ImageSamples:
     """One part of a task's data, in memory or mapped into it.
 
-    images: uint8 `[N, 3, H, W]`, or `Pictures` of many sizes, which give such squares when indexed; labels:
-    int64 `[N]` in `0 … C-1`. The tensors are shared by everyone who asks for the part: read them, do not write
-    into them.
+    images: uint8 `[N, 3, H, W]`, or `Pictures` of many sizes, which return such squares when indexed. labels:
+    int64 `[N]` in `0 … C-1`. All users of the part share the tensors: do not write into them.
     """
 
     images: Tensor | Pictures
@@ -49,13 +48,13 @@ class ImageSamples:
         return len(self.labels)
 
     def take(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """The images and labels of these samples."""
+        """Images and labels of these samples."""
         return self.images[index], self.labels[index]
 
-    def packed(self, index: Tensor) -> Packed:
-        """The pictures of these samples before any crop."""
+    def pack(self, index: Tensor) -> Packed:
+        """Pictures of these samples before any crop."""
         if isinstance(self.images, Pictures):
-            return self.images.packed(index)
+            return self.images.pack(index)
         images = self.images[index]
         height, width = images.shape[-2:]
         return Packed(images.reshape(-1), np.tile([[height, width]], (len(images), 1)), height, width)
@@ -73,7 +72,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def metric(self) -> str:
-        """The name of what scores it: a value of at most 1, more is better."""
+        """The name of the metric that scores the task. Its value is at most 1, and larger is better."""
 
     @abstractmethod
     def make(self, part: Part) -> Any:
@@ -81,11 +80,11 @@ class Task(ABC):
 
     @abstractmethod
     def digest(self) -> str:
-        """What `fingerprint` says, computed."""
+        """Compute what `fingerprint` returns."""
 
     @abstractmethod
     def check(self, part: Part, samples: Any) -> None:
-        """Raise `InputError` for a part that does not fit the task."""
+        """Raise `InputError` if a part does not fit the task."""
 
     def samples(self, part: Part) -> Any:
         """The part `train`, `validation` or `test`, built once per process.
@@ -94,15 +93,15 @@ class Task(ABC):
         """
         if part not in PARTS:
             raise InputError(f"task {self.name!r} has no part {part!r}{suggestion(str(part), PARTS)}")
-        return _made(self, part)
+        return _make(self, part)
 
     def count(self, part: Part) -> int:
-        """How many samples a part has."""
+        """The number of samples in a part."""
         return len(self.samples(part))
 
     def fingerprint(self) -> str:
         """SHA-256 of all that a model is trained and scored with (64 hex digits)."""
-        return _fingerprint(self)
+        return _compute_fingerprint(self)
 
 
 @dataclass(frozen=True)
@@ -135,10 +134,10 @@ class ImageTask(Task):
             )
 
     def digest(self) -> str:
-        """Over name, classes, templates and the bytes of all three parts.
+        """Hash of name, classes, templates and the bytes of all three parts.
 
-        Rendered images go through floating-point resampling: the digest is the same wherever Pillow, FreeType,
-        torch and the kind of processor are the same, and may differ elsewhere.
+        Rendering resamples in floating point. The digest is the same if Pillow, FreeType, torch and the kind of
+        processor are, and may differ otherwise.
         """
         digest = hashlib.sha256(repr((self.name, self.classes, self.templates)).encode())
         for part in PARTS:
@@ -150,7 +149,7 @@ class ImageTask(Task):
 
 
 @cache
-def _made(task: Task, part: Part) -> Sized:
+def _make(task: Task, part: Part) -> Sized:
     samples: Sized = task.make(part)
     if len(samples) == 0:
         raise InputError(f"task {task.name!r} has an empty part {part!r}: raise its size")
@@ -159,18 +158,18 @@ def _made(task: Task, part: Part) -> Sized:
 
 
 @cache
-def _fingerprint(task: Task) -> str:
+def _compute_fingerprint(task: Task) -> str:
     return task.digest()
 
 
 def digest_images(images: Tensor) -> list[bytes]:
-    """A 16-byte content hash of every image of `[N, …]`, for finding pictures that stand in two places."""
+    """A 16-byte hash of each image in `[N, …]`, to find pictures that are in two parts."""
     rows = np.ascontiguousarray(images.numpy()).reshape(len(images), -1)
     return [hashlib.blake2b(row.data, digest_size=16).digest() for row in rows]
 
 
 def count_shared_images(task: ImageTask) -> dict[tuple[Part, Part], int]:
-    """How many images two parts share, for the three pairs of parts; all zero means no leak."""
+    """How many images two parts share, for the three pairs of parts. All zero means no leak."""
     seen = {part: set(digest_images(task.samples(part).images[:])) for part in PARTS}
     pairs: list[tuple[Part, Part]] = [("train", "validation"), ("train", "test"), ("validation", "test")]
     return {(a, b): len(seen[a] & seen[b]) for a, b in pairs}

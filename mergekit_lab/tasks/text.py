@@ -1,7 +1,7 @@
-"""Text tasks: prompts with answers, from files of any of the usual kinds or from the hub.
+"""Text tasks: prompts with answers, from files of the usual kinds or from the hub.
 
-A sample is a prompt and the answer that is to follow it. How a prompt is shown to a model (a chat template, a
-prefix) is the backbone's affair; what it says is the task's.
+A sample is a prompt and its answer. The task says what a prompt contains. The backbone says how a model sees
+it, such as by a chat template.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mergekit_lab.paths import default_store
 from mergekit_lab.ranges import require_choice, require_whole
 
 from .metrics import METRICS
-from .sources import reading_parquet
+from .sources import explain_parquet_errors
 from .task import PARTS, Part, Task
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
 @dataclass(frozen=True, eq=False)
 class TextSamples:
-    """One part of a text task's data: a prompt and an answer a sample."""
+    """One part of a text task: prompts and their answers."""
 
     prompts: tuple[str, ...]
     answers: tuple[str, ...]
@@ -58,12 +58,12 @@ class TextTask(Task):
     """Prompts and answers.
 
     Args:
-        name: of the task.
-        metric: what scores it, one of `tasks.metrics.METRICS`.
-        choices: the possible answers, if the task has a fixed set; a model can then pick the likeliest instead
-            of generating.
-        max_new_tokens: the longest generated answer.
-        templates: texts with one `{}` for a choice; an encoder's zero-shot head averages over them.
+        name: the task's name.
+        metric: one of `tasks.metrics.METRICS`.
+        choices: the possible answers, if there is a fixed set. A model can then pick the likeliest instead of
+            generating.
+        max_new_tokens: the most tokens of a generated answer.
+        templates: texts with one `{}` for a choice. An encoder's zero-shot head averages over them.
     """
 
     metric: str = "accuracy"
@@ -96,7 +96,7 @@ class TextTask(Task):
         return samples
 
     def check(self, part: Part, samples: TextSamples) -> None:
-        """Answers are among the choices, and none is empty."""
+        """Check that answers are among the choices and not empty."""
         if self.choices is not None:
             odd = set(samples.answers) - set(self.choices)
             if odd:
@@ -108,7 +108,7 @@ class TextTask(Task):
             raise InputError(f"task {self.name!r}: {part} has an empty answer, which teaches nothing")
 
     def digest(self) -> str:
-        """Over name, choices, and the text of all three parts; tells of prompts that two parts share."""
+        """Hash of name, choices and the text of all three parts. Warns of prompts that two parts share."""
         digest = hashlib.sha256(repr((self.name, self.choices)).encode())
         for part in PARTS:
             samples = self.samples(part)
@@ -124,27 +124,27 @@ class TextTask(Task):
             shared = sum(prompt in known for prompt in prompts[other])
             if shared:
                 log.warning(
-                    "%s: %d of %d prompts of %s stand in %s too",
+                    "%s: %d of %d prompts of %s are in %s too",
                     self.name, shared, len(prompts[other]), other, one,
                 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class TextFile(TextTask):
-    """A task from tables: files, a folder of them, or a data set of the hub, with a prompt template.
+    """A task from tables: a file, a folder of files, or a data set of the hub, with a prompt template.
 
     Args:
         source: a folder with `train`, `validation` and `test` as `.jsonl`, `.json`, `.csv`, `.tsv` or
-            `.parquet` (a relative one is looked for under `$MERGEKIT_LAB_DATA`, by default `data` in the
-            store); one such file, of whose rows validation and test get a quarter each unless `sizes` says
-            otherwise; or `hub:org/name` or `hub:org/name/configuration`, which is downloaded once.
+            `.parquet`; one such file; or `hub:org/name` or `hub:org/name/configuration`, which is downloaded
+            once. A relative folder is looked up under `$MERGEKIT_LAB_DATA`, by default `data` in the store. Of
+            a single file, validation and test get a quarter each unless `sizes` says otherwise.
         prompt: a template with column names in braces, such as `"{sentence}\\nSentiment:"`.
-        answer: likewise; by default the column `answer`.
+        answer: a template too; by default the column `answer`.
         labels: words for an answer's values, such as `{"0": "negative", "1": "positive"}`.
-        parts: what the source calls a part, where it has another name there. Parts that come from the same one
-            share none of its rows: validation takes its rows after a seeded shuffle first.
-        sizes: how many samples of a part at most, after a seeded shuffle.
-        seed: of the shuffle.
+        parts: the source's name of a part, if it differs. Parts taken from the same one share no rows: after a
+            seeded shuffle, validation takes its rows first.
+        sizes: the most samples of a part, taken after a seeded shuffle.
+        seed: seeds the shuffle.
     """
 
     source: str = ""
@@ -170,17 +170,17 @@ class TextFile(TextTask):
                 list(Formatter().parse(getattr(self, name)))
             except ValueError as error:
                 raise InputError(
-                    f"task {self.name!r}: {name} is {getattr(self, name)!r}, which is no template ({error}): a "
-                    "column stands in braces, and a brace of the text itself is doubled"
+                    f"task {self.name!r}: {name} is {getattr(self, name)!r}, which is no template ({error}): "
+                    "put columns in braces, and double a brace of the text itself"
                 ) from None
 
     def make(self, part: Part) -> TextSamples:
-        rows = self._rows_of(part)
+        rows = self._read_rows(part)
         prompts = tuple(fill_template(self.prompt, row, self.name) for row in rows)
-        answers = tuple(self._word(fill_template(self.answer, row, self.name)) for row in rows)
+        answers = tuple(self._spell(fill_template(self.answer, row, self.name)) for row in rows)
         return TextSamples(prompts, answers)
 
-    def _word(self, value: str) -> str:
+    def _spell(self, value: str) -> str:
         if self.labels is None:
             return value
         if value not in self.labels:
@@ -189,10 +189,10 @@ class TextFile(TextTask):
             )
         return self.labels[value]
 
-    def _rows_of(self, part: Part) -> list[Mapping[str, Any]]:
+    def _read_rows(self, part: Part) -> list[Mapping[str, Any]]:
         source_part = {p: (self.parts or {}).get(p, p) for p in PARTS}
         sizes: Mapping[str, int] = self.sizes or {}
-        if not self.source.startswith("hub:") and data_folder(self.source).is_file():
+        if not self.source.startswith("hub:") and find_data_folder(self.source).is_file():
             source_part = dict.fromkeys(PARTS, "all")
             quarter = len(read_rows(self.source, "all", self.name)) // 4
             sizes = {"validation": quarter, "test": quarter, **sizes}
@@ -217,11 +217,10 @@ class TextFile(TextTask):
 
 
 def fill_template(template: str, row: Mapping[str, Any], task: str) -> str:
-    """The template with a row's columns.
+    """Fill a template with a row's columns.
 
     Raises:
-        InputError: it names a column that the row has not, or that has nothing in this row, or wants a value to
-            be of another kind.
+        InputError: the row lacks a column of the template, has no value in it, or one of the wrong kind.
     """
     names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
     missing = [name for name in names if name not in row]
@@ -243,7 +242,7 @@ def fill_template(template: str, row: Mapping[str, Any], task: str) -> str:
         ) from None
 
 
-def data_folder(source: str) -> Path:
+def find_data_folder(source: str) -> Path:
     """A folder of data: an absolute path, or one under `$MERGEKIT_LAB_DATA`, by default `data` in the store."""
     named = os.environ.get("MERGEKIT_LAB_DATA")
     return (Path(named) if named else default_store() / "data") / Path(source).expanduser()
@@ -251,14 +250,14 @@ def data_folder(source: str) -> Path:
 
 @cache
 def read_rows(source: str, part: str, task: str) -> list[Mapping[str, Any]]:
-    """The rows of a part of a source, as that calls it, as mappings by column.
+    """Read a source's part, under the source's name of it, as mappings by column.
 
     Raises:
-        InputError: it is not there, or is no table; says how to get it.
+        InputError: the part is missing or is no table. The message says how to get it.
     """
     if source.startswith("hub:"):
-        return _hub_rows(source.removeprefix("hub:"), part, task)
-    folder = data_folder(source)
+        return _read_hub_rows(source.removeprefix("hub:"), part, task)
+    folder = find_data_folder(source)
     files = [folder] if folder.suffix in KINDS else [folder / f"{part}{kind}" for kind in KINDS]
     table = next((file for file in files if file.is_file()), None)
     if table is None:
@@ -268,7 +267,7 @@ def read_rows(source: str, part: str, task: str) -> list[Mapping[str, Any]]:
             "suites that are known)"
         )
     try:
-        rows: list[Any] = list(_table(table))
+        rows: list[Any] = list(_read_table(table))
     except (ValueError, KeyError, OSError, RecursionError, csv.Error) as error:
         raise InputError(f"task {task!r}: {table} cannot be read as a table: {error}") from None
     odd = next((position for position, row in enumerate(rows) if not isinstance(row, Mapping)), None)
@@ -279,18 +278,18 @@ def read_rows(source: str, part: str, task: str) -> list[Mapping[str, Any]]:
     return rows
 
 
-def _table(file: Path) -> Iterator[Mapping[str, Any]]:
+def _read_table(file: Path) -> Iterator[Mapping[str, Any]]:
     if file.suffix == ".jsonl":
         for line in file.read_text(encoding="utf-8").split("\n"):
             if line.strip():
                 yield json.loads(line)
     elif file.suffix == ".json":
-        found = json.loads(file.read_text(encoding="utf-8"))
-        yield from found if isinstance(found, list) else [found]
+        content = json.loads(file.read_text(encoding="utf-8"))
+        yield from content if isinstance(content, list) else [content]
     elif file.suffix == ".parquet":
         from pyarrow import parquet
 
-        with reading_parquet(file):
+        with explain_parquet_errors(file):
             yield from parquet.read_table(file).to_pylist()
     else:
         with file.open(encoding="utf-8-sig", newline="") as stream:
@@ -301,7 +300,7 @@ def _table(file: Path) -> Iterator[Mapping[str, Any]]:
                 yield row
 
 
-def _hub_rows(name: str, part: str, task: str) -> list[Mapping[str, Any]]:
+def _read_hub_rows(name: str, part: str, task: str) -> list[Mapping[str, Any]]:
     from datasets import DownloadConfig, load_dataset
 
     offline = explain_unreachable()

@@ -1,6 +1,6 @@
 """Fine-tune a model on one task, or on several at once, with Lightning.
 
-Lightning takes seconds to import, and what plans a training does without: only what trains imports it.
+Lightning takes seconds to import. Only modules that train import it, not those that plan a training.
 """
 
 from importlib import import_module

@@ -1,14 +1,14 @@
-"""Training steps that are recorded in CUDA graphs and replayed: the host launches one thing a step.
+"""Training steps recorded in CUDA graphs and replayed: the host launches one graph per step.
 
 Two steps with the same shapes and the same plan (`WrappedOptimizer.plan`) launch the same kernels on the same
-memory. So each such kind of step runs as written when it first comes, is recorded when it comes again, and is
-replayed from then on. What runs as written is at once what recording wants as a warm-up: it makes moments and
-copies of weights outside of the graph's memory. No step is made twice, and none is left out.
+memory. The first step of a kind runs without a graph. The second is recorded, and later ones are replayed. The
+first also serves as the warm-up that recording needs: it allocates moments and copies of weights outside the
+graph's memory. No step runs twice, and none is left out.
 
-What changes from step to step is brought to the device before a replay: the batch is copied to where the
-recorded one was, generators are seeded by (seed, step), and the optimizer prepares its factors. Learning rates
-are on the device already (`keep_on_device`). The kernels are those of steps that run as written, so results
-are the same bit for bit wherever each of these kernels repeats itself.
+What changes between steps goes to the device before a replay: the batch is copied over the recorded one,
+generators are seeded by (seed, step), and the optimizer prepares its factors. Learning rates are already on the
+device (`keep_on_device`). The kernels are the same with and without a graph, so results are equal bit for bit
+if each kernel is deterministic.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.batches import Batch
-from mergekit_lab.cuda_graphs import Card
+from mergekit_lab.cuda_graphs import GraphStream
 from mergekit_lab.optim.wrapper import WrappedOptimizer
 
 log = logging.getLogger(__name__)
@@ -38,19 +38,20 @@ _MOST = 32
 
 
 @dataclass(frozen=True)
-class _Recording:
+class _StepRecording:
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     loss: Tensor
 
 
 class Replay:
-    """Makes the steps of one training, from recordings where it can.
+    """Runs the steps of one training, from recordings if possible.
 
     Args:
-        step: makes one whole update from a batch a task, on the device; returns the loss, without waiting.
-        optimizer: that `step` calls; `keep_on_device` and `allow_replay` have been called.
-        device: a CUDA device, which holds everything.
+        step: makes one whole update from one batch per task, on the device, and returns the loss without
+            waiting.
+        optimizer: the one that `step` calls, after `keep_on_device` and `allow_replay`.
+        device: the CUDA device of everything.
     """
 
     def __init__(
@@ -58,21 +59,21 @@ class Replay:
     ) -> None:
         self._step = step
         self._optimizer = optimizer if isinstance(optimizer, WrappedOptimizer) else None
-        self._card = Card(device)
-        self._recordings: dict[Hashable, _Recording] = {}
+        self._graph_stream = GraphStream(device)
+        self._recordings: dict[Hashable, _StepRecording] = {}
         self._seen: Counter[Hashable] = Counter()
         self._may_record = True
 
     def __call__(self, batch: Batches) -> Tensor:
         """One step; returns its loss, which the next step overwrites."""
-        with self._card.stream():
+        with self._graph_stream.stream():
             return self._make(batch)
 
     def _make(self, batch: Batches) -> Tensor:
-        key = self._key(batch)
+        key = self._find_key(batch)
         recording = self._recordings.get(key)
         if recording is not None:
-            torch._foreach_copy_(recording.inputs, list(_tensors(batch)))
+            torch._foreach_copy_(recording.inputs, list(_list_tensors(batch)))
             if self._optimizer is not None:
                 self._optimizer.prepare_step()
             recording.graph.replay()
@@ -89,21 +90,21 @@ class Replay:
         self._seen[key] += 1
         return self._step(batch)
 
-    def _key(self, batch: Batches) -> Hashable:
+    def _find_key(self, batch: Batches) -> Hashable:
         """What steps have in common that launch the same kernels; None where the host takes part."""
         plan = () if self._optimizer is None else self._optimizer.plan()
         if plan is None:
             return None
         return plan, tuple((*name, t.shape, t.dtype) for name, t in _name_tensors(batch))
 
-    def _record(self, batch: Batches) -> _Recording | None:
+    def _record(self, batch: Batches) -> _StepRecording | None:
         """Record the coming step, without making it. Where that fails, say so, and record no more."""
         optimizer = self._optimizer
         inputs = {name: tensor.clone() for name, tensor in _name_tensors(batch)}
         fixed: Batches = {
             task: {name: inputs[task, name] for name in part}
             if isinstance(part, Mapping)
-            else tuple(inputs[task, place] for place in range(len(part)))  # type: ignore[misc]
+            else tuple(inputs[task, position] for position in range(len(part)))  # type: ignore[misc]
             for task, part in batch.items()
         }
         counted, generators = {}, []
@@ -113,17 +114,17 @@ class Replay:
             generators.append(optimizer.replay.generator)
             counted = {name: getattr(optimizer, name) for name in optimizer.saved_attributes}
         try:
-            graph, loss = self._card.record(lambda: self._step(fixed), generators)
+            graph, loss = self._graph_stream.record(lambda: self._step(fixed), generators)
         except Exception as error:
             self._may_record = False
             for name, value in counted.items():
                 setattr(optimizer, name, value)
             log.warning(
-                "training.capture: a step cannot be recorded in a CUDA graph and runs as written (%s)",
+                "training.capture: a step cannot be recorded in a CUDA graph and runs without one (%s)",
                 (str(error) or type(error).__name__).splitlines()[0],
             )
             return None
-        return _Recording(graph, list(inputs.values()), loss)
+        return _StepRecording(graph, list(inputs.values()), loss)
 
 
 def _name_tensors(batch: Batches) -> Iterator[tuple[tuple[str, Any], Tensor]]:
@@ -132,5 +133,5 @@ def _name_tensors(batch: Batches) -> Iterator[tuple[tuple[str, Any], Tensor]]:
             yield (task, name), tensor
 
 
-def _tensors(batch: Batches) -> Iterator[Tensor]:
+def _list_tensors(batch: Batches) -> Iterator[Tensor]:
     return (tensor for _, tensor in _name_tensors(batch))

@@ -1,4 +1,4 @@
-"""A budget of seconds: a clock that stops training, and says when to validate and how far training is."""
+"""A budget of seconds: a clock that stops training, validates, and reports progress."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ NEVER = 10**9
 
 
 class Clock(Callback):
-    """Stops training after so many seconds of it, over all the runs that it took.
+    """Stops after a number of seconds of training, counted over interruptions.
 
-    Validation is not counted. Seconds spent are in checkpoints, so a run that is resumed has what was left at
-    the checkpoint it goes on from. When the clock ends, and at equal parts of the budget before, validation
-    follows.
+    Validation does not count. Checkpoints hold the seconds spent, so a resumed run has the rest. Validation
+    runs at equal parts of the budget, the last time at its end.
 
-    A result under a clock is not reproducible bit for bit: how many steps fit in depends on the machine and on
-    what else it does. Processes that train together go by the first one's clock, as it was after a step.
+    Results under a clock are not reproducible bit for bit: the number of steps depends on the machine and its
+    load. Processes that train together follow the clock of the first, read after each step.
 
     Args:
         seconds: the budget, positive.
@@ -38,7 +37,7 @@ class Clock(Callback):
 
     @property
     def fraction(self) -> float:
-        """The part of the budget that is spent, in [0, 1]."""
+        """The part of the budget that has been spent, in [0, 1]."""
         return self._measured if self._agreed is None else self._agreed
 
     @property

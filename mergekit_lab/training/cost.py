@@ -1,4 +1,4 @@
-"""What training costs: steps a second and memory, validation left out."""
+"""What training costs: steps per second and memory, without validation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _WARM_UP = 5
 
 
 class TrainingCost(Callback):
-    """Measures a training while it runs; the first five steps are left out of its speed.
+    """Measures a training while it runs. The speed leaves out the first five steps.
 
     Attributes:
-        measured: `steps_per_second` of training alone, and `gigabytes` (10⁹ bytes) at most allocated on a CUDA
-            device; empty where there was too little to measure.
+        measured: `steps_per_second` without validation, and the peak of allocated `gigabytes` (10⁹ bytes) on a
+            CUDA device. Empty after too few steps.
     """
 
     def __init__(self) -> None:
@@ -31,13 +31,13 @@ class TrainingCost(Callback):
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if self._since is None and self._steps >= _WARM_UP:
-            self._since = self._now(trainer)
+            self._since = self.read_clock(trainer)
 
     def on_train_batch_end(self, *_: Any) -> None:
         self._steps += 1
 
     def on_validation_start(self, trainer: Any, *_: Any) -> None:
-        """Validation, and the checkpoints after it, are left out until the next step begins."""
+        """Pause until the next step begins: validation, and checkpoints after it, do not count."""
         self._pause(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -49,10 +49,10 @@ class TrainingCost(Callback):
 
     def _pause(self, trainer: Any) -> None:
         if self._since is not None:
-            self._seconds += self._now(trainer) - self._since
+            self._seconds += self.read_clock(trainer) - self._since
             self._since = None
 
-    def _now(self, trainer: Any) -> float:
+    def read_clock(self, trainer: Any) -> float:
         device = trainer.strategy.root_device
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -1,7 +1,6 @@
 """Batches as a pure function of (seed, step), so that resuming needs no state.
 
-A batch is a mapping from task name to what its objective makes of the samples chosen. One task is the plain
-case; for joint training every batch holds a share of each task.
+A batch maps a task's name to its objective's batch. In joint training every batch holds a share of each task.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.backbones import Objective
-from mergekit_lab.batches import Batch, pin_memory, tensors_of, to_device
+from mergekit_lab.batches import Batch, list_tensors, pin_memory, to_device
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.prefetch import prefetch
 from mergekit_lab.tasks import Part
@@ -30,20 +29,20 @@ _POOL = 50
 class StepBatches:
     """An iterable of exactly `steps` training batches, augmented, starting at any of them.
 
-        Every task is shuffled anew for each pass; its order depends only on (seed, task, pass). Where an
-        objective knows lengths, samples of about one length share a batch. With `world` processes each takes
-        its share of the same batch.
+    Every task is shuffled anew in every pass; the order depends only on (seed, task, pass). If an
+    objective knows lengths, samples of similar length share a batch. With `world` processes, each takes
+    its share of the same batch.
 
-        Args:
-            objectives: by task; batches come from their training parts.
-            batch_size: samples a step over all tasks and processes; tasks take equal shares, at least one each.
-            steps: how many batches there are; what `len` says, wherever iteration starts.
-            seed: of the order.
-            start: the first step to yield.
-            rank, world: this process and how many there are.
-            few_shapes: batches have one of a few shapes, `Objective.fix_shape`.
-    from mergekit_lab.batches import Batch, pin_memory, tensors_of, to_device
-    from mergekit_lab.errors import InputError, listing
+    Args:
+        objectives: by task; batches come from their training parts.
+        batch_size: samples per step over all tasks and processes. Tasks take equal shares, at least one
+            sample each.
+        steps: the number of batches, also returned by `len`, whatever `start` is.
+        seed: decides the order.
+        start: the first step to yield.
+        rank, world: this process's index, and the number of processes.
+        few_shapes: give batches one of a few shapes, by `Objective.fix_shape`.
+        device: where batches go.
     """
 
     def __init__(
@@ -77,8 +76,8 @@ class StepBatches:
             )
         if self.share < world:
             raise InputError(
-                f"training.batch_size={batch_size} gives each task {self.share} samples a step, fewer than the "
-                f"{world} processes: raise it to {world * len(self.objectives)}, or train in fewer processes"
+                f"training.batch_size={batch_size} gives each task {self.share} samples per step, fewer than "
+                f"the {world} processes: raise it to {world * len(self.objectives)}, or use fewer processes"
             )
 
     def __len__(self) -> int:
@@ -115,7 +114,7 @@ class StepBatches:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(ready)
             for part in batch.values():
-                for tensor in tensors_of(part):
+                for tensor in list_tensors(part):
                     tensor.record_stream(current)
             yield batch
 
@@ -129,7 +128,7 @@ class StepBatches:
         return augmented
 
     def state_dict(self) -> dict[str, int]:
-        """Empty: Lightning asks resumable loaders for a state, and the trainer's step is all there is."""
+        """Empty. Lightning asks resumable loaders for a state, but the trainer's step is all that is needed."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
@@ -146,20 +145,20 @@ class StepBatches:
         return {task: self.objectives[task].fix_shape(part) for task, part in batch.items()}
 
     def choose(self, step: int) -> dict[str, Tensor]:
-        """Which samples of each task's training part one step takes, int64."""
+        """The samples of each task's training part that one step takes, int64."""
         first = step * self.share
         chosen = np.arange(first, first + self.share)[self.rank :: self.world]
         result = {}
         for position, (name, size) in enumerate(self._sizes.items()):
             turns = chosen // size  # NumPy, for torch would let go of Python's lock in each of these lines
             chosen_by_turn = [
-                self._order_of(position, name, turn)[chosen[turns == turn] - turn * size]
+                self._draw_order(position, name, turn)[chosen[turns == turn] - turn * size]
                 for turn in range(turns[0], turns[-1] + 1)
             ]
             result[name] = torch.from_numpy(np.concatenate(chosen_by_turn))
         return result
 
-    def _order_of(self, task: int, name: str, turn: int) -> np.ndarray:
+    def _draw_order(self, task: int, name: str, turn: int) -> np.ndarray:
         """The order in which a task's training part is gone through for the `turn`th time."""
         if (task, turn) not in self._order:
             self._order = {k: v for k, v in self._order.items() if k[0] != task or k[1] == turn - 1}
@@ -173,19 +172,19 @@ class StepBatches:
 
 
 def spread_seed(seed: int, rank: int, world: int) -> int:
-    """A seed of a process's own, 63 bits."""
+    """Derive a process's own seed, 63 bits."""
     return (seed * world + rank) % (1 << 63)
 
 
 def order_by_length(order: Tensor, lengths: Tensor, batch_size: int, generator: torch.Generator) -> Tensor:
-    """An order in which samples of about one length are neighbors, and still a random one.
+    """A random order in which neighbors have similar lengths.
 
-    Every pool of 50 batches is sorted by length and cut into batches, whose order is shuffled; what fills no
-    batch comes last.
+    Every pool of 50 batches is sorted by length and cut into batches, and these are shuffled. Samples that fill
+    no batch come last.
 
     Args:
         order: a random permutation, `[size]`.
-        lengths: of all samples, `[size]`.
+        lengths: every sample's length, `[size]`.
     """
     whole = []
     for pool in order[: len(order) // batch_size * batch_size].split(_POOL * batch_size):
@@ -195,7 +194,7 @@ def order_by_length(order: Tensor, lengths: Tensor, batch_size: int, generator: 
 
 
 class InOrder:
-    """The positions of all samples of the validation parts once, task after task.
+    """All samples of the validation parts once, task after task.
 
     Args:
         objectives: by task.

@@ -1,4 +1,4 @@
-"""One fine-tuning from start, or from where it was cut, to the weights that are kept."""
+"""One fine-tuning, from its start or a checkpoint, to the weights that are kept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mergekit_lab.optim.wrapper import WrappedOptimizer
 from mergekit_lab.training.clock import NEVER, Clock
 from mergekit_lab.training.data import TaskData
 from mergekit_lab.training.module import FinetuneModule, MakeOptimizer, OnMetrics
-from mergekit_lab.training.resume import Origin, SealedCheckpoints, find_checkpoint, hash_weights
+from mergekit_lab.training.resume import CheckpointOrigin, SealedCheckpoints, find_checkpoint, hash_weights
 from mergekit_lab.training.settings import TrainingSettings
 from mergekit_lab.training.sharded import Sharded
 from mergekit_lab.training.stopper import Stopped, Stopper
@@ -32,10 +32,10 @@ class Finetuned:
     """The result of a fine-tuning.
 
     Attributes:
-        state: the state dict of what was trained, on the CPU.
-        curve: points `{"step", "train_loss", "lr", "val_accuracy"}`, the last three where measured.
-        val_accuracy: of `state`: the tasks' metric on validation, at most 1, mean over tasks.
-        step: the step at which `state` was taken.
+        state: the trained state dict, on the CPU.
+        curve: points `{"step", "train_loss", "lr", "val_accuracy"}`; the last three only if measured.
+        val_accuracy: the tasks' metric of `state` on validation, mean over tasks, at most 1.
+        step: the step that `state` was taken after.
     """
 
     state: dict[str, Tensor]
@@ -57,21 +57,22 @@ def finetune(
     trainer: Mapping[str, Any] | None = None,
     on_metrics: OnMetrics | None = None,
 ) -> Finetuned | None:
-    """Train `model` in place and return the weights to keep; None in all but the first of several processes.
+    """Train `model` in place and return the weights to keep. With several processes, all but the first return
+    None.
 
     Args:
-        model: as pretrained; its parameters that require a gradient train. Under "32-true" and "bf16-mixed"
-            weights of 16 bits become float32, for small steps and offsets vanish in their rounding.
+        model: the pretrained model. Parameters that require a gradient train. Under "32-true" and "bf16-mixed",
+            16-bit weights become float32, because small steps and offsets would be lost in rounding.
         objectives: by task.
         make_optimizer: builds the optimizer from named parameters.
-        settings: see `TrainingSettings`; planned, so that the budget is of steps or seconds.
-        seed: decides the order of the data, and dropout.
-        resume: a folder for checkpoints. If it holds this training's `last.ckpt`, training goes on from there.
-        identity: what is made, such as an artifact's key. A checkpoint of something else, or of other weights
-            than `model`'s, is reported and ignored.
-        callbacks: further ones of Lightning's.
-        trainer: further arguments of `lightning.Trainer` (accelerator, devices, strategy). With the strategy
-            "ddp" or "fsdp" and n devices, n processes call this together, with `LOCAL_RANK` and the like set.
+        settings: planned settings: their budget is of steps or seconds. See `TrainingSettings.plan`.
+        seed: decides the order of the data and dropout.
+        resume: a folder for checkpoints. If it holds this training's `last.ckpt`, training resumes from it.
+        identity: what is made, such as an artifact's key. A checkpoint with another identity or other initial
+            weights is reported and ignored.
+        callbacks: more callbacks of Lightning.
+        trainer: more arguments of `lightning.Trainer` (accelerator, devices, strategy). With the strategy "ddp"
+            or "fsdp" and n devices, n processes call this together, with `LOCAL_RANK` and its kin set.
         on_metrics: called with every point of the curve.
     """
     clock = Clock(settings.seconds, settings.validations) if settings.seconds is not None else None
@@ -106,9 +107,9 @@ def finetune(
     stopper = Stopper(resume / "last.ckpt")
     kept = [best, latest] if settings.keep == "best" else [latest, ended]
     called = [*([] if clock is None else [clock]), *kept, stopper, *callbacks]
-    origin = Origin(identity, hash_weights(model.state_dict()))
+    origin = CheckpointOrigin(identity, hash_weights(model.state_dict()))
     resumed = find_checkpoint(resume, origin)
-    lit = _trainer(settings, resume, called, [SealedCheckpoints(origin)], dict(trainer or {}))
+    lit = _make_trainer(settings, resume, called, [SealedCheckpoints(origin)], dict(trainer or {}))
     if settings.precision in ("32-true", "bf16-mixed"):
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.dtype in (torch.bfloat16, torch.float16):
@@ -136,7 +137,7 @@ def finetune(
     return _collect(loaded["state_dict"], int(loaded["global_step"]), module.curve)
 
 
-def _trainer(
+def _make_trainer(
     settings: TrainingSettings,
     folder: Path,
     callbacks: list[Any],

@@ -1,7 +1,7 @@
-"""Our optimizers in the `Trainer` of transformers: weights that are saved and evaluated are those to keep.
+"""Our optimizers in the `Trainer` of transformers: it saves and evaluates the weights that should be kept.
 
-`Trainer` calls `optimizer.train()` before every forward pass and `optimizer.eval()` before an evaluation, but
-saves right after a step, when an optimizer in train mode has moved on to its next offset point.
+`Trainer` calls `optimizer.train()` before every forward pass and `optimizer.eval()` before an evaluation. But
+it saves right after a step, when an optimizer in train mode is already at its next offset point.
 """
 
 from __future__ import annotations
@@ -16,29 +16,28 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
 
-def trainer_callback() -> TrainerCallback:
+def make_trainer_callback() -> TrainerCallback:
     """A callback for `Trainer(..., optimizers=(optimizer, scheduler), callbacks=[trainer_callback()])`.
 
-    After every step, and when training ends, it calls the optimizer's `eval()`: the model then holds θ
-    (`MergOPT`, `RWP`) or the average (`SWA`), and that is what is saved. Optimizers that are not ours are left
-    alone.
+    After every step and at the end of training it calls the optimizer's `eval()`. The model then holds θ
+    (`MergOPT`, `RWP`) or the average (`SWA`), and `Trainer` saves that. Other optimizers are not touched.
 
     Raises:
-        InputError: when training begins, if the optimizer evaluates more than once a step: `Trainer` steps
-            without a closure.
+        InputError: when training begins, if the optimizer evaluates more than once per step, because `Trainer`
+            steps without a closure.
     """
     from transformers import TrainerCallback
 
     class KeptWeights(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            optimizer = _ours(kwargs.get("optimizer"))
+            optimizer = _find_ours(kwargs.get("optimizer"))
             if optimizer is None:
                 return
             if optimizer.evaluations_per_step > 1:
                 raise InputError(
-                    f"{type(optimizer).__name__} evaluates {optimizer.evaluations_per_step} times a step, and "
-                    "transformers' Trainer evaluates once: use Lightning or a loop of your own, or take "
-                    "MergOPT, RWP or SWA with one evaluation a step"
+                    f"{type(optimizer).__name__} evaluates {optimizer.evaluations_per_step} times per step, "
+                    "but transformers' Trainer evaluates once: use Lightning or your own loop, or take "
+                    "MergOPT, RWP or SWA with one evaluation per step"
                 )
             optimizer.stays_in_train_mode = False
 
@@ -52,12 +51,12 @@ def trainer_callback() -> TrainerCallback:
 
 
 def _keep(optimizer: Any) -> None:
-    ours = _ours(optimizer)
+    ours = _find_ours(optimizer)
     if ours is not None:
         ours.eval()
 
 
-def _ours(optimizer: Any) -> WrappedOptimizer | None:
+def _find_ours(optimizer: Any) -> WrappedOptimizer | None:
     """The optimizer inside accelerate's wrapper, if it is one of ours."""
     optimizer = unwrap(optimizer)
     return optimizer if isinstance(optimizer, WrappedOptimizer) else None

@@ -1,7 +1,7 @@
 """The LightningModule: a model that trains by the objectives of its tasks, with any of our optimizers.
 
-Optimizers that evaluate a batch twice call `training_step` twice. Everything here that must happen once a
-step (recording the loss, clipping the gradient that the weights follow) is tied to the right one of the two.
+Optimizers that evaluate a batch twice call `training_step` twice. What must happen once per step is tied to the
+right call: recording the loss to the first, clipping to the gradient that the base uses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from mergekit_lab.backbones import Objective
 from mergekit_lab.backbones.objective import to_list
 from mergekit_lab.batches import count_samples, take_samples
-from mergekit_lab.compiled import compile_model, pays
+from mergekit_lab.compiled import compile_model, is_worthwhile
 from mergekit_lab.cuda_graphs import DEVICES
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.capturable import HostSettings, can_keep_on_device, describe_as_before, keep_on_device
@@ -60,27 +60,27 @@ class _Point:
 
 
 class FinetuneModule(lightning.LightningModule):
-    """The mean of the objectives' losses over all items of a batch; a schedule with linear warm-up.
+    """Trains on the mean loss over all items of a batch, with a learning-rate schedule after linear warm-up.
 
     Args:
         model: all its parameters that require gradients are trained.
         objectives: by task.
         make_optimizer: builds the optimizer from named parameters.
-        steps, warmup_steps: of the schedule.
+        steps, warmup_steps: length of the schedule and of its warm-up.
         schedule: see `TrainingSettings`.
-        clock: if given, it says how far the schedule is, in place of the number of steps done.
-        accumulate: micro-batches that the batch of every evaluation is cut into.
-        clip_norm: largest L2 norm of the gradient that the weights follow; None does not clip.
+        clock: gives the schedule's progress instead of the number of steps.
+        accumulate: number of micro-batches per evaluation.
+        clip_norm: largest L2 norm of the gradient that the base uses; None does not clip.
         label_smoothing: in [0, 1).
         compile: whether the model is compiled, or "auto".
         capture: whether steps are recorded in CUDA graphs and replayed, or "auto".
-        seed: of everything random in a step (dropout): each step seeds anew from (seed, step), so that a
-            resumed run draws what the uninterrupted one does.
+        seed: seeds dropout and other random numbers anew in each step, by (seed, step). A resumed run draws the
+            same numbers as an uninterrupted one.
         record_every: steps between two points of the training curve.
         on_metrics: called with every point, `(metrics, step)`.
 
     Attributes:
-        replays: whether steps are recorded and replayed, from when optimizers are configured.
+        replays: whether steps are recorded and replayed; set when optimizers are configured.
     """
 
     def __init__(
@@ -134,12 +134,12 @@ class FinetuneModule(lightning.LightningModule):
         self._predicted: dict[str, tuple[list[list[Any] | Tensor], list[Tensor]]] = {}
 
     def objective(self, task: str) -> Objective:
-        """The objective of a task, by its name."""
+        """The objective of the task with this name."""
         objective: Objective = self._objectives[self.tasks.index(task)]  # type: ignore[assignment]
         return objective
 
     def configure_model(self) -> None:
-        """Spread the weights over processes, inner blocks first, where the strategy has a mesh for it."""
+        """Shard the weights over processes, inner blocks first, if the strategy has a mesh."""
         if self.device_mesh is None or isinstance(self.model, FSDPModule):
             return
         mesh = self.device_mesh["data_parallel"]
@@ -157,8 +157,8 @@ class FinetuneModule(lightning.LightningModule):
             )
         if self.trainer.gradient_clip_val is not None:
             raise InputError(
-                f"Trainer(gradient_clip_val={self.trainer.gradient_clip_val}) has no effect here, for the "
-                "gradient that the weights follow is clipped and not that of every evaluation: leave it out, "
+                f"Trainer(gradient_clip_val={self.trainer.gradient_clip_val}) has no effect here, because only "
+                "the gradient that the base uses is clipped: leave it out, "
                 "and set training.clip_norm (FinetuneModule(clip_norm=…))"
             )
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
@@ -167,12 +167,12 @@ class FinetuneModule(lightning.LightningModule):
             optimizer.stays_in_train_mode = False
             optimizer.base.register_step_pre_hook(self._clip)
         self.replays = self._wants_replay(optimizer)
-        schedule = LambdaLR(optimizer, self._rate)
+        schedule = LambdaLR(optimizer, self._find_rate)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def _rate(self, step: int) -> float:
+    def _find_rate(self, step: int) -> float:
         done = step if self.clock is None else self.clock.fraction * self.steps
-        return rate_at(done, self.steps, self.warmup_steps, self.schedule)
+        return compute_rate(done, self.steps, self.warmup_steps, self.schedule)
 
     def on_train_batch_start(self, batch: Batches, batch_idx: int) -> None:
         seed = (self.seed * 1_000_003 + self.global_step) % (1 << 63)
@@ -186,15 +186,17 @@ class FinetuneModule(lightning.LightningModule):
         """Compute gradients of a first micro-batch by a model that may not be able to."""
         self._runs = [model]
         with self.trainer.precision_plugin.forward_context():
-            loss = self._loss(self._cut(batch)[0], 1)
+            loss = self.compute_loss(self._cut(batch)[0], 1)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         torch.autograd.grad(loss, trained, allow_unused=True)
 
     def optimizer_zero_grad(self, *_: Any) -> None:
-        """Nothing: Lightning calls this after `training_step`, which has gradients of micro-batches by then."""
+        """Do nothing. Lightning calls this after `training_step`, when gradients of micro-batches already
+        exist.
+        """
 
     def training_step(self, batch: Batches, batch_idx: int) -> Tensor:
-        """The loss of the batch, for Lightning to go back from; of a whole step where steps are replayed."""
+        """The batch's loss, from which Lightning goes backward. If steps are replayed, a whole step."""
         if self._replay is None:
             return self._evaluate(batch)
         self._first_loss = self._replay(batch)
@@ -247,11 +249,11 @@ class FinetuneModule(lightning.LightningModule):
         *others, last = self._cut(batch)
         before = torch.zeros((), device=self.device)
         for part in others:
-            loss = self._loss(part, total)
+            loss = self.compute_loss(part, total)
             with torch.autocast(self.device.type, enabled=False):
                 loss.backward()
             before = before + loss.detach()
-        loss = self._loss(last, total)
+        loss = self.compute_loss(last, total)
         if others:
             loss = loss + before
         if self._first_loss is None:
@@ -275,7 +277,7 @@ class FinetuneModule(lightning.LightningModule):
                 parts[number][task] = take_samples(whole, start, start + size)
         return [part for part in parts if part]
 
-    def _loss(self, batch: Batches, total: int | Tensor) -> Tensor:
+    def compute_loss(self, batch: Batches, total: int | Tensor) -> Tensor:
         losses = [
             self.objective(task).loss(self._runs[0], part, label_smoothing=self.label_smoothing) / total
             for task, part in batch.items()
@@ -324,7 +326,7 @@ class FinetuneModule(lightning.LightningModule):
                 log.warning("training.compile: a model that is spread over processes runs as written")
             return False
         if self.compile_model == "auto":
-            return pays(self.device, self.steps, self.model)
+            return is_worthwhile(self.device, self.steps, self.model)
         return bool(self.compile_model)
 
     def _wants_replay(self, optimizer: Any) -> bool:
@@ -347,12 +349,13 @@ class FinetuneModule(lightning.LightningModule):
             return f"batches of {', '.join(odd)} have many shapes"
         wrapped = isinstance(optimizer, WrappedOptimizer)
         if wrapped and not optimizer.replayable:
-            return f"{type(optimizer).__name__} decides on the host what to compute"
+            why = "decides on the host what to compute" if optimizer.recordable else "is not marked recordable"
+            return f"{type(optimizer).__name__} {why}"
         base = optimizer.base if wrapped else optimizer
         return "" if can_keep_on_device(base, self.device) else f"{type(base).__name__} reads the host"
 
     def forget_graphs(self) -> None:
-        """Let go of recorded steps and of the compiled model; training is over."""
+        """Free recorded steps and the compiled model after training."""
         self._replay = None
         self._runs = [self.model]
 
@@ -360,7 +363,9 @@ class FinetuneModule(lightning.LightningModule):
         self.end_step()
 
     def end_step(self) -> None:
-        """Look at the loss of the step in hand, once. What a callback saves comes before the hook."""
+        """Record and check the current step's loss, once. Lightning's hook comes only after callbacks have
+        saved.
+        """
         step = self.global_step
         if step == self._looked_at:
             return
@@ -407,9 +412,9 @@ class FinetuneModule(lightning.LightningModule):
     def on_train_end(self) -> None:
         self._record_points(wait=True)
 
-    def _rate_at(self, step: int) -> float:
+    def _find_rate_at(self, step: int) -> float:
         schedule: Any = self.lr_schedulers()
-        return float(schedule.base_lrs[0]) * self._rate(step - 1)
+        return float(schedule.base_lrs[0]) * self._find_rate(step - 1)
 
     def _refuse_bad(self, step: int) -> None:
         """Stop at a step whose loss was not finite, if there is one, before weights that followed are kept."""
@@ -421,7 +426,7 @@ class FinetuneModule(lightning.LightningModule):
         )  # fmt: skip
         raise InputError(
             f"the loss of {', '.join(self.tasks)} is not finite at step {step} of {self.steps} (learning rate "
-            f"{self._rate_at(step):.3g}; {kept}): lower training.lr or raise training.warmup_steps"
+            f"{self._find_rate_at(step):.3g}; {kept}): lower training.lr or raise training.warmup_steps"
         )
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -463,8 +468,8 @@ class FinetuneModule(lightning.LightningModule):
         self._saved = checkpoint["global_step"]
 
 
-def rate_at(step: float, steps: int, warmup_steps: int, schedule: str = "cosine") -> float:
-    """The factor on the learning rate: 0 to 1 linearly over the warm-up, then as the schedule says."""
+def compute_rate(step: float, steps: int, warmup_steps: int, schedule: str = "cosine") -> float:
+    """The factor on the learning rate: linear from 0 to 1 over the warm-up, then by the schedule."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))

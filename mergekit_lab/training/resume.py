@@ -1,8 +1,8 @@
-"""Checkpoints to go on from: sealed when they are written, used only where the seal fits.
+"""Checkpoints to resume from. They are sealed when written, and used only if the seal matches.
 
-A checkpoint of torch is a zip file. The seal is its comment: whose training it is, the hash of the weights
-that this one started from, and a digest of the names, sizes and checksums of everything inside, which are
-weights, moments and step. It costs nothing to write, for torch has the checksums already.
+A checkpoint of torch is a zip file, and the seal is its comment. The seal names the training, the hash of the
+weights it started from, and a digest of names, sizes and checksums of everything inside: weights, moments,
+step. It costs nothing, because torch has computed the checksums.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.machine import usable_cores
+from mergekit_lab.machine import count_cores
 
 log = logging.getLogger(__name__)
 NAMES = ("last", "best")
@@ -35,11 +35,11 @@ _WRONG = {
 
 
 @dataclass(frozen=True)
-class Origin:
-    """What a checkpoint is of.
+class CheckpointOrigin:
+    """Which training a checkpoint belongs to.
 
     Attributes:
-        identity: of what is made, such as an artifact's key.
+        identity: what is made, such as an artifact's key.
         base: the hash of the weights that training started from.
     """
 
@@ -47,15 +47,16 @@ class Origin:
     base: str
 
     def seal(self, file: Path) -> None:
-        """Write into a checkpoint what it is of, and what is in it."""
+        """Write the seal into a checkpoint."""
         with ZipFile(file, "a") as archive:
             archive.comment = json.dumps({**asdict(self), "content": _digest(archive)}).encode()
 
     def load(self, file: Path) -> dict[str, Any]:
-        """A checkpoint that has this seal, its bytes compared with their checksums; on the CPU.
+        """Load a checkpoint with this seal onto the CPU, and compare its bytes with their checksums.
 
         Raises:
-            ValueError: it is of something else, damaged or changed. Other errors say that it is no checkpoint.
+            ValueError: it belongs to another training, or is damaged or changed. Other errors mean that it is
+                no checkpoint.
         """
         if not file.is_file():
             raise ValueError("it is no regular file" if file.exists() else "it is gone")
@@ -86,17 +87,17 @@ def hash_weights(state: Mapping[str, Tensor]) -> str:
         own.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return own.digest()
 
-    with ThreadPoolExecutor(usable_cores()) as pool:
+    with ThreadPoolExecutor(count_cores()) as pool:
         return hashlib.sha256(b"".join(pool.map(digest, state.items()))).hexdigest()
 
 
-def find_checkpoint(folder: Path, origin: Origin) -> Path | None:
-    """`last.ckpt` of a training that was cut, if this one can go on from it and from the best one it names.
+def find_checkpoint(folder: Path, origin: CheckpointOrigin) -> Path | None:
+    """The `last.ckpt` of an interrupted training, if it and the best checkpoint it names are usable.
 
-    What cannot be used is told in a line of the log. What is no regular file (a pipe, a device) is removed.
+    The log says why a checkpoint cannot be used. What is no regular file (a pipe, a device) is removed.
 
     Raises:
-        InputError: the folder is a file, or a folder stands where a checkpoint is to be written.
+        InputError: the folder is a file, or a folder has a checkpoint's name.
     """
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is no folder, and checkpoints are to be written there: move it away")
@@ -125,14 +126,14 @@ def find_checkpoint(folder: Path, origin: Origin) -> Path | None:
 
 
 class SealedCheckpoints(TorchCheckpointIO):
-    """Checkpoints are written where they belong, sealed, then renamed. Lightning makes two copies in memory
-    first, and a file on the disk of temporary ones.
+    """Writes checkpoints directly in their folder, seals them, then renames them. Lightning itself makes two
+    copies in memory first, and a file on the temporary disk.
 
     Args:
-        origin: what they are of.
+        origin: the training they belong to.
     """
 
-    def __init__(self, origin: Origin) -> None:
+    def __init__(self, origin: CheckpointOrigin) -> None:
         self._origin = origin
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""What decides a fine-tuning, beside the optimizer, the data and the backbone; budgets among it."""
+"""Settings of a fine-tuning besides optimizer, data and backbone, such as its budget."""
 
 from __future__ import annotations
 
@@ -23,38 +23,39 @@ BUDGETS = ("steps", "gradient_evaluations", "seconds")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
-    """What decides a fine-tuning, beside the optimizer, the data and the backbone.
+    """Settings of a fine-tuning besides optimizer, data and backbone.
 
     Args:
         steps: optimizer steps, at least 1.
-        batch_size: samples a step.
-        lr, weight_decay: for the optimizers, whose configurations refer to them; `lr` in [0, 1e30].
-        budget: what is spent, so that optimizers compare at equal cost: "steps"; "gradient_evaluations", of a
-            whole batch each, of which SAM takes two a step; or "seconds" of training, validation not counted.
-        gradient_evaluations: that budget's size; None takes as many as `steps`, or as the steps of the epochs.
-        seconds: that budget's size, positive. `steps` then only says which part `warmup_steps` are.
-        warmup_steps: of linear warm-up: a share of the steps, a float in [0, 1], or a whole number of them, at
-            most `steps`. It takes the same part of every budget, and of an expert's steps, not of the joint
-            model's.
-        epochs: passes over a task's training part, in place of `steps`; `steps` then only says which part
-            `warmup_steps` are.
-        epochs_of: the same for single tasks, by name.
-        schedule: of the rate after the warm-up: "cosine" or "linear" to 0, or "constant".
-        accumulate: micro-batches that a batch is cut into, at least 1: the gradient of the whole batch in the
-            memory of a part. Every evaluation of a step, an ascent too, goes over all of them.
+        batch_size: samples per step, at least 1.
+        lr, weight_decay: values that the optimizers' configurations refer to; `lr` in [0, 1e30].
+        budget: the unit in which optimizers spend equally: "steps"; "gradient_evaluations" of a whole batch, of
+            which SAM takes two per step; or "seconds" of training without validation.
+        gradient_evaluations: that budget's size; None takes the number of `steps`, or of the epochs' steps.
+        seconds: that budget's size, positive. `steps` then only says what share `warmup_steps` is.
+        warmup_steps: length of the linear warm-up: a share of the steps as a float in [0, 1], or a whole
+            number, at most `steps`. Every budget warms up for the same share. The joint model's warm-up is an
+            expert's.
+        epochs: passes over a task's training part, instead of `steps`. `steps` then only says what share
+            `warmup_steps` is.
+        epochs_of: epochs of single tasks, by name.
+        schedule: the learning rate after the warm-up: "cosine" or "linear" to 0, or "constant".
+        accumulate: micro-batches per batch, at least 1. The gradient is the whole batch's, in the memory of a
+            micro-batch. Every evaluation, an ascent too, goes over all of them.
         clip_norm: largest gradient norm, positive, or None.
         label_smoothing: in [0, 1).
         precision: Lightning's name: "32-true"; "bf16-mixed", float32 weights with bfloat16 arithmetic; or
-            "bf16-true", bfloat16 weights. fp16 scaling cannot step with a closure.
+            "bf16-true", bfloat16 weights. float16 is not offered: its loss scaling cannot step with a closure.
         validations: how often validation runs; lowered to the next number that divides `steps`.
-        keep: the weights that are kept: "best" on validation, or "last".
-        compile: whether `torch.compile` compiles the model: 30 to 80 s, once for models of one shape. "auto"
-            does on a CUDA device from 5,000 steps of a model of 10 million parameters on.
-        capture: whether whole steps are recorded in CUDA graphs and replayed, which takes seconds. "auto" does
-            on a CUDA device from 20 steps on. What cannot be recorded runs as written, and the log says why.
+        keep: which weights to keep: the "best" on validation, or the "last".
+        compile: whether `torch.compile` compiles the model. It takes 30 to 80 s, once for models of one shape.
+            "auto" compiles on a CUDA device from 5,000 steps of a model of 10 million parameters on.
+        capture: whether whole steps are recorded in CUDA graphs and replayed. Recording takes seconds. "auto"
+            records on a CUDA device from 20 steps on. Steps that cannot be recorded run without graphs, and the
+            log says why.
 
     Raises:
-        InputError: a value out of range, or the size of a budget that is not the one chosen.
+        InputError: a value is out of range, or the size of another budget than the chosen one is set.
     """
 
     steps: int
@@ -143,11 +144,11 @@ class TrainingSettings:
         if self.budget == "seconds" and self.seconds is None:
             raise InputError("training.budget=seconds needs training.seconds: how many an expert trains")
 
-    def for_task(self, task: str, samples: int) -> TrainingSettings:
-        """The same with epochs turned into steps: whole ones, at least 1.
+    def resolve_epochs(self, task: str, samples: int) -> TrainingSettings:
+        """These settings with epochs as a whole number of steps, at least 1.
 
         Args:
-            samples: of the task's training part.
+            samples: size of the task's training part.
         """
         epochs = (self.epochs_of or {}).get(task, self.epochs)
         steps = self.steps if epochs is None else max(1, round(epochs * samples / self.batch_size))
@@ -155,12 +156,12 @@ class TrainingSettings:
 
     @property
     def warmup(self) -> int:
-        """Steps of warm-up; a share is rounded down."""
+        """The number of warm-up steps. A share is rounded down."""
         share = isinstance(self.warmup_steps, float)
         return math.floor(self.warmup_steps * self.steps + 1e-9) if share else int(self.warmup_steps)
 
     def with_steps(self, steps: int) -> TrainingSettings:
-        """The same for another number of steps, of which warm-up takes the same part."""
+        """These settings for another number of steps, with the same share of warm-up."""
         whole = (
             self.warmup_steps
             if isinstance(self.warmup_steps, float)
@@ -169,18 +170,19 @@ class TrainingSettings:
         return replace(self, steps=steps, warmup_steps=whole)
 
     def content(self) -> dict[str, Any]:
-        """What of planned settings enters keys: all but how fast it goes, and what is at a default that once
-        went without saying."""
+        """The part of planned settings that enters keys. Settings of speed are left out, and so are defaults of
+        settings that are newer than existing keys.
+        """
         unsaid = {"epochs": None, "epochs_of": None, "schedule": "cosine"}
         said = {name: value for name, value in asdict(self).items() if name not in _HOW}
         said["warmup_steps"] = self.warmup
         return {name: value for name, value in said.items() if (name, value) not in unsaid.items()}
 
     def plan(self, evaluations_a_step: Fraction) -> TrainingSettings:
-        """The same with a budget of gradient evaluations turned into as many whole steps as it allows.
+        """These settings with a budget of gradient evaluations as the number of whole steps that it allows.
 
         Args:
-            evaluations_a_step: what the optimizer takes, `optim.gradient_evaluations`.
+            evaluations_a_step: the optimizer's cost, from `optim.gradient_evaluations`.
 
         Raises:
             InputError: the budget does not allow one step.
@@ -198,7 +200,7 @@ class TrainingSettings:
 
     @staticmethod
     def combine(settings: Sequence[TrainingSettings]) -> TrainingSettings:
-        """The budget of several models for one, as a model of all tasks has; of planned settings."""
+        """Join planned settings of several models to one model's with their whole budget."""
         first = settings[0]
         seconds = None if first.seconds is None else first.seconds * len(settings)
         steps = sum(each.steps for each in settings)
@@ -206,14 +208,14 @@ class TrainingSettings:
 
     @property
     def validate_every(self) -> int:
-        """Steps between validations; the last is after the last step."""
+        """Steps between validations. The last validation follows the last step."""
         return next(
             self.steps // n for n in range(min(self.validations, self.steps), 0, -1) if self.steps % n == 0
         )
 
 
 def describe_machine(accelerator: str) -> str:
-    """What a budget of seconds depends on beside the settings: the card's name, or "cpu" and its threads."""
+    """The machine that a budget of seconds depends on: the GPU's name, or "cpu" and its threads."""
     if accelerator != "cpu" and torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"cpu, {torch.get_num_threads()} threads"

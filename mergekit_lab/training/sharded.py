@@ -1,8 +1,8 @@
-"""Weights spread over processes (FSDP2), with checkpoints that one process could have written.
+"""Weights sharded over processes (FSDP2), with checkpoints as one process writes them.
 
-Lightning's own strategy asks torch for the state of an optimizer, and torch keeps moments and groups alone: not
-what our optimizers add to them, such as the number of steps that offsets depend on. To load, it first makes a
-step without a closure, which optimizers of two evaluations cannot.
+Lightning's own strategy asks torch for the state of an optimizer. Torch keeps only moments and groups, not what
+our optimizers add, such as the number of steps that offsets depend on. To load, it first steps without a
+closure, which optimizers with two evaluations cannot.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from mergekit_lab.optim.wrapper import STATE_KEY, WrappedOptimizer
 
 
 class Sharded(ModelParallelStrategy):
-    """FSDP2 over all processes; weights and optimizers are saved whole and spread again when they are loaded.
+    """FSDP2 over all processes. Weights and optimizers are saved whole, and sharded again when loaded.
 
     Args:
-        processes: how many.
+        processes: number of processes.
     """
 
     lightning_restore_optimizer = True
@@ -32,7 +32,7 @@ class Sharded(ModelParallelStrategy):
         super().__init__(processes, tensor_parallel_size=1, save_distributed_checkpoint=False)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state dict with whole tensors on the CPU; empty in all processes but the first."""
+        """The state dict with whole tensors on the CPU. All processes but the first return an empty one."""
         state = tree_map(self._gather, optimizer.state_dict())
         return state if self.is_global_zero else {}
 
@@ -43,7 +43,7 @@ class Sharded(ModelParallelStrategy):
         return whole.cpu() if self.is_global_zero else None
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """As Lightning does, but for the optimizers, which `load_optimizer_state_dict` loads."""
+        """As Lightning does, without the optimizers, which `load_optimizer_state_dict` loads."""
         optimizers, self.optimizers = self.optimizers, []
         try:
             return super().load_checkpoint(checkpoint_path, weights_only)

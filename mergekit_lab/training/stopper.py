@@ -1,4 +1,4 @@
-"""Stopping when told: the step in hand is finished and a checkpoint is written before training ends."""
+"""Stop on a signal: finish the current step and write a checkpoint before training ends."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ _AGREE = 10
 
 
 class Stopped(BaseException):
-    """Training ended early. No KeyboardInterrupt, which Lightning turns into an exit of the process."""
+    """Training ended early. It is no KeyboardInterrupt, because Lightning turns that into an exit of the
+    process.
+    """
 
 
 class Stopper(Callback):
-    """Ends training after the step in which SIGINT or SIGTERM came, with a checkpoint to go on from.
+    """Ends training after the step in which SIGINT or SIGTERM came, with a checkpoint to resume from.
 
-    Lightning validates after a step only, never when it resumes. So a validation that is due is made first, and
-    leaves the checkpoint; after the last step, which nothing but its validation follows, training goes on from
-    the checkpoint before. A second signal, two seconds or more after the first, does not wait for the step.
+    Lightning validates only after a step, never when it resumes. So a validation that is due runs first and
+    writes the checkpoint. After the last step there is none to write: training resumes from the one before.
+    Signals within two seconds count once; a later one stops immediately.
 
     Args:
-        checkpoint: where it is written.
+        checkpoint: path of the checkpoint.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -47,7 +49,9 @@ class Stopper(Callback):
 
     @contextmanager
     def listen(self) -> Iterator[None]:
-        """Take the signals meanwhile; what took them before has them back. Only a main thread can."""
+        """Handle the signals within the block, and restore earlier handlers after it. Works in the main thread
+        only.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -68,7 +72,7 @@ class Stopper(Callback):
         self._wanted.set()
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Lightning has put a handler of its own before this one, which ends training before its checkpoint."""
+        """Replace the handler that Lightning has just set, which ends training without this checkpoint."""
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 signal.signal(number, self._take)
@@ -90,7 +94,7 @@ class Stopper(Callback):
         if not wanted:
             return
         if trainer.should_stop or trainer.global_step == trainer.max_steps:
-            log.info("stopped before the last validation; the same command goes on from the one before it")
+            log.info("stopped before the last validation; the same command continues from the one before it")
             raise Stopped
         if trainer.global_step % trainer.val_check_batch == 0:  # type: ignore[operator]
             self._validates_first = True
@@ -104,5 +108,5 @@ class Stopper(Callback):
             self._stop(trainer)
 
     def _stop(self, trainer: lightning.Trainer) -> NoReturn:
-        log.info("stopped at step %d; the same command goes on from there", trainer.global_step)
+        log.info("stopped at step %d; the same command continues from there", trainer.global_step)
         raise Stopped

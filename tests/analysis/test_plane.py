@@ -9,11 +9,11 @@ from mergekit_lab import InputError
 from mergekit_lab.analysis.plane import (
     Sample,
     Weights,
-    barrier,
     cross_task_linearity,
     evaluate_line,
     evaluate_plane,
     find_blocks,
+    measure_barrier,
 )
 from mergekit_lab.backbones import Objective
 
@@ -128,9 +128,9 @@ def test_a_line_is_the_plane_without_the_other() -> None:
 
 
 def test_a_barrier_is_the_rise_above_the_straight_line() -> None:
-    assert barrier([1.0, 3.0, 3.0], [0.0, 0.25, 1.0]) == pytest.approx(1.5)
-    assert barrier([2.0, 1.5, 1.0], [0.0, 0.5, 1.0]) == 0
-    assert barrier([2.0, 0.0, 1.0], [0.0, 0.5, 1.0]) == 0
+    assert measure_barrier([1.0, 3.0, 3.0], [0.0, 0.25, 1.0]) == pytest.approx(1.5)
+    assert measure_barrier([2.0, 1.5, 1.0], [0.0, 0.5, 1.0]) == 0
+    assert measure_barrier([2.0, 0.0, 1.0], [0.0, 0.5, 1.0]) == 0
 
 
 class Rows(Objective):

@@ -81,7 +81,9 @@ def test_a_folder_of_transformers_gives_the_features_that_transformers_gives(the
         torch.testing.assert_close(ours.model()(pixels), normalize(images, dim=-1), atol=1e-5, rtol=0)
         tokens = open_clip.get_tokenizer("ViT-B-32")(["a photo of a cat.", "a dog"])
         texts = theirs.get_text_features(input_ids=tokens).pooler_output
-        torch.testing.assert_close(room._model(ours._key).encode_text(tokens), texts, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            room.make_whole_model(ours.key).encode_text(tokens), texts, atol=1e-5, rtol=0
+        )
 
 
 def test_a_folder_that_says_quickgelu_gets_it_under_a_plain_name_too(folder, pixels, tmp_path):
@@ -132,7 +134,7 @@ def test_what_is_written_for_transformers_loads_there_and_gives_our_features(fol
 
 
 def test_there_and_back_is_the_same_bits():
-    state = room._model(OpenClip("tiny-layout", None, seed=1)._key).state_dict()
+    state = room.make_whole_model(OpenClip("tiny-layout", None, seed=1).key).state_dict()
     back = from_transformers(to_transformers(state))
     assert back.keys() == state.keys()
     assert all(torch.equal(back[name], state[name]) for name in state)
@@ -141,7 +143,7 @@ def test_there_and_back_is_the_same_bits():
 @pytest.mark.parametrize("prefix", ["", "model.", "image_encoder.model."])
 def test_state_dicts_below_a_prefix_are_found(prefix):
     """Task arithmetic's encoders hold the whole model as `model`."""
-    whole = room._model(OpenClip("tiny-layout", None, seed=1)._key).state_dict()
+    whole = room.make_whole_model(OpenClip("tiny-layout", None, seed=1).key).state_dict()
     base = OpenClip("tiny-layout", None).model().state_dict()
     found = as_image_tower({prefix + name: tensor for name, tensor in whole.items()}, base, "cars")
     assert all(torch.equal(found[name], whole[name]) for name in base)

@@ -28,7 +28,7 @@ def test_a_backbone_file_states_every_field_and_known_names(path):
 
 @pytest.mark.parametrize(("name", "repository"), REPOSITORIES.items())
 def test_the_repositories_that_are_known_without_open_clip_are_open_clips(name, repository):
-    tag = ClipWeights(*name).tag()
+    tag = ClipWeights(*name).find_tag()
     assert tag["hf_hub"] == f"{repository}/"
     assert tag.get("quick_gelu", False) == (name[1] == "openai")
 
@@ -43,3 +43,10 @@ def test_every_kind_is_exported_and_has_a_configuration(kind: type, group: str) 
             assert made.__name__ in backbones.__all__, f"{made.__name__} is no name of mergekit_lab.backbones"
             target = f"mergekit_lab.backbones.{made.__name__}\n"
             assert target in targets, f"{made.__name__} has no file in conf/{group}"
+
+
+def test_the_page_lists_every_backbone() -> None:
+    page = (ROOT.parent / "docs" / "backbones.md").read_text()
+    for path in CONF.glob("*.yaml"):
+        name = path.stem.removesuffix("_float32")
+        assert f"`{name}`" in page, f"{name} is missing in docs/backbones.md"

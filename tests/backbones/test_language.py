@@ -112,7 +112,10 @@ def test_a_prompt_is_what_the_template_makes_of_it_but_for_the_date_which_stands
     assert shown() == "<|user|>Today: 26 Jul 2024. is red warm?<|end|><|assistant|>"
     for odd, complaint in (
         (TELLS_THE_DATE.replace("'%d %b %Y'", "messages[0]['role']"), "shows the time"),
-        (TELLS_THE_DATE.replace("trim", "replace('\u2003', '', 1)"), "does not show a user's message as it is"),
+        (
+            TELLS_THE_DATE.replace("trim", "replace('\u2003', '', 1)"),
+            "does not keep a user's message unchanged",
+        ),
     ):
         monkeypatch.setattr(tok, "chat_template", odd)
         with pytest.raises(InputError, match=complaint):
@@ -126,7 +129,7 @@ def test_a_limit_below_the_templates_own_tokens_is_refused(folders, tmp_path, mo
     template = load_tokenizer(str(folders["llama"])).chat_template
     longer = template.replace("<|assistant|>", "<|assistant|>you")
     monkeypatch.setattr(load_tokenizer(str(folders["llama"])), "chat_template", longer)
-    with pytest.raises(InputError, match=r"max_length=8 leaves 4 tokens.*template alone has 6"):
+    with pytest.raises(InputError, match=r"max_length=8 leaves 4 tokens.*its template takes 6"):
         tiny.objective(task).encode("test")
 
 

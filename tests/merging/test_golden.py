@@ -1,6 +1,7 @@
 """Every method equals the outputs of the original implementations.
 
-Tolerances are relative Frobenius norms per tensor on the stored quantity, as the vectors' README states.
+Tolerances are relative Frobenius norms per tensor on the stored quantity. `experiments/originals` makes
+outputs.
 """
 
 from functools import partial
@@ -77,8 +78,8 @@ CASES = [
     ("wudi_iter300_f32_T4", WUDI(), F32, 1e-6),
     ("wudi_iter300_f64_T4", WUDI(), F64, 1e-6),
     ("wudi_fusionbench_iter300_f64_T4", WUDI(all_matrices=True), F64, 1e-6),
-    ("pcb_ratio0.1_T4", PCB(ratio=0.1), F32, 1e-6),
-    ("pcb_ratio0.6_T4", PCB(ratio=0.6), F32, 1e-6),
+    ("pcb_ratio0.1_T4", PCB(density=0.1), F32, 1e-6),
+    ("pcb_ratio0.6_T4", PCB(density=0.6), F32, 1e-6),
     ("ties_paper_max_d0.2_T4", TIES(density=0.2, aggregator="max"), F32, 1e-6),
     ("emr_shared_T4", TIES(density=1.0, aggregator="max"), F32, 1e-6),
     ("doge_T4", DOGE(), F64, 1e-6),

@@ -1,7 +1,10 @@
 """What every method must obey."""
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +56,14 @@ from mergekit_lab.merging import (
     stream,
 )
 
+PAGE = (Path(__file__).parents[2] / "docs" / "add_merger.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+EXAMPLE: dict[str, Any] = {"__name__": "example"}
+exec(next(block for block in BLOCKS if "class Median" in block), EXAMPLE)
+Median = EXAMPLE["Median"]
+
 METHODS: dict[str, Method] = {
+    "median": Median(coefficient=0.5),
     "average": WeightAverage(),
     "task_arithmetic": TaskArithmetic(coefficient=0.3),
     "ties": TIES(density=0.3),
@@ -115,8 +125,8 @@ METHODS: dict[str, Method] = {
     "lines": LiNeS(first=0.4),
     "lines_ties": LiNeS(first=0.4, inner=TIES(density=0.3)),
     "lines_tsvm": LiNeS(first=0.4, inner=TSVM()),
-    "pcb": PCB(ratio=0.3),
-    "pcb_all": PCB(ratio=1.0),
+    "pcb": PCB(density=0.3),
+    "pcb_all": PCB(density=1.0),
     "doge": DOGE(steps=20),
     "doge_all_matrices": DOGE(steps=20, lr=1e-3, all_matrices=True, subspace=2),
     "localize_stitch": LocalizeStitch(density=0.3),
@@ -170,6 +180,7 @@ THIRDS = (1 / 3, 1 / 3, 1 / 3)
 MEAN = TaskArithmetic(weights=THIRDS, coefficient=1.0)
 # As they are, but for what scales or thins out.
 IDENTICAL_EXPERTS = {
+    "median": Median(),
     "task_arithmetic": MEAN,
     "ties": TIES(density=1.0),
     "ties_mergelm": TIES(density=1.0, preset="mergelm"),
@@ -226,6 +237,7 @@ IDENTICAL_EXPERTS_BECOME_ANOTHER = {
     "localize_stitch_learned": "an entry outside all masks is the base's",
 }
 ONE_EXPERT = {
+    "median": Median(),
     "task_arithmetic": TaskArithmetic(coefficient=1.0),
     "ties": TIES(density=1.0),
     "ties_mergelm": TIES(density=1.0, preset="mergelm"),

@@ -1,4 +1,4 @@
-"""What docs/optimizers.md shows runs, and what its table says is true."""
+"""What docs/optimizers.md and docs/add_optimizer.md show runs, and what its table says is true."""
 
 import copy
 import doctest
@@ -16,13 +16,15 @@ from mergekit_lab.optim import sam
 from mergekit_lab.optim.wrapper import WrappedOptimizer
 from optim.problems import BASES, Problem, assert_close, assert_equal_bits, required
 
-PAGE = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "optimizers.md").read_text(encoding="utf-8")
+ADDING = (DOCS / "add_optimizer.md").read_text(encoding="utf-8")
 CLASSES = [
     name
     for name in optim.__all__
     if isinstance(getattr(optim, name), type) and issubclass(getattr(optim, name), torch.optim.Optimizer)
 ]
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE + ADDING, flags=re.DOTALL)
 
 
 def run(block: str) -> dict[str, object]:

@@ -11,7 +11,7 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.optim import PGN, RWP, SAGM, SAM, SSAMD, SSAMF, FriendlySAM
 from mergekit_lab.optim.noise import hash_bits
 from mergekit_lab.optim.rwp import filter_norms
-from mergekit_lab.optim.ssam import exchange, largest
+from mergekit_lab.optim.ssam import exchange, select_largest
 from optim.problems import (
     BASES,
     Problem,
@@ -225,7 +225,7 @@ def test_largest_takes_exactly_so_many_and_of_equal_ones_the_first() -> None:
     scores = torch.tensor([1.0, 3.0, 1.0, 2.0, 1.0])
     wanted = {0: [], 1: [1], 2: [1, 3], 3: [0, 1, 3], 4: [0, 1, 2, 3], 5: [0, 1, 2, 3, 4]}
     for count, places in wanted.items():
-        assert largest(scores, count).nonzero().flatten().tolist() == places
+        assert select_largest(scores, count).nonzero().flatten().tolist() == places
 
 
 def test_a_mask_exchanges_no_more_than_there_is() -> None:
@@ -295,5 +295,5 @@ def test_rwp_with_and_without_closure_give_the_same_weights() -> None:
 @pytest.mark.parametrize("make", [partial(RWP, alpha=0.5)], ids=["rwp"])
 def test_two_evaluations_have_no_train_mode(make) -> None:
     optimizer = make(Problem().model.named_parameters(), base=BASES["sgd"])
-    with pytest.raises(InputError, match=r"RWP evaluates 2 times a step.*call step\(closure\) in eval mode"):
+    with pytest.raises(InputError, match=r"RWP evaluates 2 times per step.*call step\(closure\) in eval mode"):
         optimizer.train()

@@ -83,7 +83,7 @@ def test_a_closure_that_returns_no_loss_is_refused_and_leaves_theta() -> None:
 def test_several_candidates_have_no_train_mode() -> None:
     optimizer = strong(Problem().model.named_parameters(), BASES["sgd"], worst_of=3)
     assert optimizer.evaluations_per_step == 4
-    with pytest.raises(InputError, match=r"MergOPT evaluates 4 times a step.*call step\(closure\)"):
+    with pytest.raises(InputError, match=r"MergOPT evaluates 4 times per step.*call step\(closure\)"):
         optimizer.train()
     with pytest.raises(InputError, match=r"MergOPT\.step\(\) without a closure"):
         optimizer.step()

@@ -124,9 +124,9 @@ def test_csv_holds_fractions_and_deviations(records) -> None:
         ("optimizer×task", "value", "leaves merger open.*@merger:VALUE"),
         ("optimizer×task@merger:merger9", "value", "no record has merger 'merger9'"),
         ("optimizer×task@mergr:merger1", "value", "'mergr' is no dimension.*'merger'"),
-        ("optimizer×task@task:task1@merger:merger1", "value", "after @ stands another dimension"),
-        ("optimizer×task@merger:merger1@merger:merger2", "value", "after @ stands another dimension"),
-        ("optimizer×task@merger", "value", "after @ stands another dimension"),
+        ("optimizer×task@task:task1@merger:merger1", "value", "after @ comes another dimension"),
+        ("optimizer×task@merger:merger1@merger:merger2", "value", "after @ comes another dimension"),
+        ("optimizer×task@merger", "value", "after @ comes another dimension"),
     ],
 )
 def test_what_would_mix_or_is_misspelled_is_refused(records, table, measure, match) -> None:

@@ -281,7 +281,7 @@ def test_labels_stand_beside_their_points_and_on_no_other():
     axes.set_xlim(0, 1)
     drawing.place_labels(axes, places, fontsize=8)
     axes.figure.draw_without_rendering()
-    boxes = [drawing._measure(text) for text in axes.texts]
+    boxes = [drawing.measure(text) for text in axes.texts]
     assert [text.get_text() for text in axes.texts] == [place[2] for place in places]
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
     assert all(axes.get_window_extent().contains(*corner) for box in boxes for corner in (box.min, box.max))

@@ -44,7 +44,7 @@ def test_row_labels(record, kind, label):
     [
         ({"kind": "merge"}, "unknown kind 'merge'; did you mean 'merged'"),
         ({"merger": None}, "kind 'merged' with merger None"),
-        ({"model": "a"}, "with model .a.: checkpoints alone have a name"),
+        ({"model": "a"}, "with model .a.: only checkpoints have a name"),
         ({"value": 85.3}, "value is 85.3; values are fractions"),
         ({"expert_value": float("nan")}, "expert_value is nan"),
         ({"wall_seconds": -1.0}, "wall_seconds is -1.0"),

@@ -322,8 +322,8 @@ def test_what_is_fetched_runs_elsewhere_without_a_network(data, tmp_path, monkey
             return [str(file.relative_to(data / "eurosat")) for file in (data / "eurosat").rglob("*.parquet")]
 
     monkeypatch.setattr("mergekit_lab.tasks.hub.explain_unreachable", lambda: None)
-    monkeypatch.setattr("mergekit_lab.tasks.hub.cached_data", lambda *_: None)
-    monkeypatch.setattr("mergekit_lab.tasks.images.cached_data", lambda *_: None)
+    monkeypatch.setattr("mergekit_lab.tasks.hub.find_cached_data", lambda *_: None)
+    monkeypatch.setattr("mergekit_lab.tasks.images.find_cached_data", lambda *_: None)
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     cfg, choices = composed([*ONE_TASK, "stage=fetch", f"fetch_to={tmp_path}/carried"])

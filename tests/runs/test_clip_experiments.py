@@ -227,7 +227,7 @@ def test_public_experts_are_merged_as_their_published_rows_say(backbone: str, tm
     setup = Run(cfg, tmp_path, choices)
 
     def holds(when: str) -> bool:
-        return when == "backbone.weights=openai" or published.settings_hold(setup, when)
+        return when == "backbone.weights=openai" or published.have_settings(setup, when)
 
     axes = {axis: choices[axis] for axis in ("backbone", "finetuning", "optimizer")}
     beside = set_beside("fusion_bench 8 tasks", lambda *_: 1.0, axes, holds, setup.tasks)
@@ -247,7 +247,7 @@ def test_a_single_merger_keeps_its_experiments_settings(more: list[str], holds: 
         for r in read_published("fusion_bench 8 tasks")
         if (r.backbone, r.row, r.column) == ("clip_vit_b32", "ties", "average")
     )
-    assert published.settings_hold(setup, row.when) is holds
+    assert published.have_settings(setup, row.when) is holds
 
 
 def test_a_single_merger_of_another_experiment_is_its_groups(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from mergekit_lab.merging import Method
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.runs.entry import STAGES
 from mergekit_lab.runs.settle import settle
-from mergekit_lab.schema.check import build, stage_list, with_floats
-from mergekit_lab.schema.run import Main, check, optimizer_factory
+from mergekit_lab.schema.check import build, check_stages, with_floats
+from mergekit_lab.schema.run import Main, check, make_optimizer_factory
 
 GROUPS = [
     *("backbone", "suite", "finetuning", "optimizer", "training", "curvature"),
@@ -64,7 +64,7 @@ def test_every_field_of_a_method_stands_in_its_file(file: Path) -> None:
 
 @pytest.mark.parametrize("option", [f.stem for f in sorted((conf_dir() / "optimizer").glob("*.yaml"))])
 def test_every_optimizer_configuration_builds_from_named_parameters(option: str, encoder) -> None:
-    make = optimizer_factory(composed([f"optimizer={option}"])[0].optimizer, steps=100)
+    make = make_optimizer_factory(composed([f"optimizer={option}"])[0].optimizer, steps=100)
     optimizer = make(list(encoder.named_parameters()))
     assert optimizer.param_groups[0]["lr"] == pytest.approx(2e-4)
 
@@ -193,10 +193,10 @@ def test_a_methods_own_complaint_comes_through() -> None:
 
 def test_stages_are_listed_in_short_and_long_form() -> None:
     cfg, _ = composed([])
-    assert stage_list(cfg, STAGES) == [name for name in STAGES if name != "analyze"]
-    assert stage_list(composed(["stage=report"])[0], STAGES) == ["report"]
+    assert check_stages(cfg, STAGES) == [name for name in STAGES if name != "analyze"]
+    assert check_stages(composed(["stage=report"])[0], STAGES) == ["report"]
     with pytest.raises(InputError, match="no stage 'marge'; did you mean 'merge'"):
-        stage_list(composed(["stage=marge"])[0], STAGES)
+        check_stages(composed(["stage=marge"])[0], STAGES)
 
 
 def test_values_of_a_composed_configuration_are_plain() -> None:

@@ -15,9 +15,9 @@ from mergekit_lab.paths import conf_dir
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
 from mergekit_lab.runs.curvature import side_node
-from mergekit_lab.runs.finetune import expert_node, fit_node, joint_settings
+from mergekit_lab.runs.finetune import expert_node, fit_node, plan_joint_settings
 from mergekit_lab.runs.run import Run, load_state
-from mergekit_lab.schema.run import check, evaluations_a_step
+from mergekit_lab.schema.run import check, count_evaluations_a_step
 from mergekit_lab.training import TrainingSettings
 
 BASE = OpenClip("glyph-clip", "asset:glyph_clip")
@@ -95,7 +95,7 @@ def test_records_name_the_base_of_an_optimizer_unless_it_is_adamw(tmp_path) -> N
 
 def planned(*overrides: str) -> TrainingSettings:
     cfg, _ = composed([*TINY, *overrides])
-    return TrainingSettings(**cfg.training).plan(evaluations_a_step(cfg.optimizer))
+    return TrainingSettings(**cfg.training).plan(count_evaluations_a_step(cfg.optimizer))
 
 
 def test_a_budget_of_gradient_evaluations_gives_every_optimizer_the_steps_it_pays_for() -> None:
@@ -141,7 +141,7 @@ def test_a_run_under_a_clock_says_so_and_the_joint_model_has_the_budget_of_all(t
     with caplog.at_level("INFO"):
         made = go(tmp_path / "run", tmp_path / "store", *overrides)
     assert "not reproducible bit for bit" in caplog.text
-    assert joint_settings(made).seconds == pytest.approx(0.6)
+    assert plan_joint_settings(made).seconds == pytest.approx(0.6)
     assert all(m["info"]["step"] >= 1 for m in manifests(tmp_path / "store", "experts"))
 
 

@@ -20,7 +20,7 @@ from mergekit_lab.runs.preflight import list_missing
 from mergekit_lab.runs.published_experts import find_expert, must_download
 from mergekit_lab.schema.check import build
 from mergekit_lab.tasks import HubImages
-from mergekit_lab.tasks.hub import cached_data, download_data
+from mergekit_lab.tasks.hub import download_data, find_cached_data
 
 NAME = "tiny-clip"
 CONFIG = {
@@ -59,7 +59,7 @@ def published(tmp_path_factory) -> Path:
     for seed, tag in enumerate(WEIGHTS.values()):
         place = root / "models" / tag["hf_hub"]
         place.mkdir(parents=True)
-        save_file(room._model((NAME, None, seed)).state_dict(), place / "open_clip_model.safetensors")
+        save_file(room.make_whole_model((NAME, None, seed)).state_dict(), place / "open_clip_model.safetensors")
     expert = root / "models" / EXPERT
     expert.mkdir(parents=True)
     renamed = to_transformers(OpenClip(NAME, None, seed=5).model().state_dict())
@@ -141,12 +141,12 @@ def test_shards_without_a_count_are_whole_once_the_last_file_is_there(online, pu
     (repository / ".gitattributes").touch()
     asked = "clip-benchmark/wds_fer2013", ["train", "test"]
     cached = download_data(*asked, None)
-    assert cached_data(*asked, None) == cached
+    assert find_cached_data(*asked, None) == cached
     (cached / ".gitattributes").unlink()
     (cached / "test/1.tar").unlink()  # as a download that was cut leaves them
-    assert cached_data(*asked, None) is None
+    assert find_cached_data(*asked, None) is None
     assert len(list(download_data(*asked, None).glob("test/*.tar"))) == 2
-    assert cached_data(*asked, None) == cached
+    assert find_cached_data(*asked, None) == cached
 
 
 def test_what_the_hub_does_not_have_is_named(online, tmp_path) -> None:
@@ -196,7 +196,7 @@ def test_backbones_share_a_fetched_folder(online, tmp_path, monkeypatch) -> None
     monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, other, {**CONFIG, "embed_dim": 8})
     own = [tmp_path / "own.pt", tmp_path / "expert.pt"]
     for seed, file in enumerate(own):
-        torch.save(room._model((other, None, seed)).state_dict(), file)
+        torch.save(room.make_whole_model((other, None, seed)).state_dict(), file)
     jobs = {
         NAME: ["backbone.weights=openai", f"experts={{eurosat: {EXPERT}}}"],
         other: [f"backbone.weights={own[0]}", f"experts={{eurosat: {own[1]}}}"],
@@ -216,7 +216,7 @@ def test_backbones_share_a_fetched_folder(online, tmp_path, monkeypatch) -> None
         assert backbone.identity()["sha256"] == wanted.identity()["sha256"]
         found = find_expert(carried.experts, backbone, task)
         assert Path(found).parent.name == name
-        assert backbone.source.published_name() == wanted.weights
+        assert backbone.source.find_published_name() == wanted.weights
 
 
 def test_a_dry_fetch_lists_and_takes_nothing(online, tmp_path, caplog) -> None:

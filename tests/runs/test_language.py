@@ -12,7 +12,7 @@ from mergekit_lab.analysis.plane import Sample, Weights, cross_task_linearity, f
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
-from mergekit_lab.runs.finetune import expert_node, joint_settings, task_settings
+from mergekit_lab.runs.finetune import expert_node, plan_joint_settings, plan_settings
 from mergekit_lab.runs.run import Run, load_state
 from mergekit_lab.schema.run import check
 
@@ -90,16 +90,16 @@ def _args(made, folder):
 def test_epochs_are_steps_of_each_tasks_own_data(folders, tmp_path) -> None:
     more = ["training.epochs=2", "training.epochs_of={quantities: 0.5}", "training.warmup_steps=1"]
     context = Run(*_args(configured(folders["llama"], "llama", tmp_path, *more), tmp_path))
-    assert (task_settings(context, "stories").steps, task_settings(context, "stories").warmup_steps) == (12, 6)
-    assert task_settings(context, "quantities").steps == 3
-    assert joint_settings(context).steps == 15
+    assert (plan_settings(context, "stories").steps, plan_settings(context, "stories").warmup_steps) == (12, 6)
+    assert plan_settings(context, "quantities").steps == 3
+    assert plan_joint_settings(context).steps == 15
     other = Run(*_args(configured(folders["llama"], "llama", tmp_path, "training.steps=12",
                                       "training.warmup_steps=6"), tmp_path))  # fmt: skip
     assert expert_node(other, "stories").content == expert_node(context, "stories").content
     equal = Run(*_args(configured(folders["llama"], "llama", tmp_path, *more, "optimizer=sam",
                                       "training.budget=gradient_evaluations"), tmp_path))  # fmt: skip
-    found = task_settings(equal, "stories")
-    assert (found.steps, found.warmup_steps, task_settings(equal, "quantities").steps) == (6, 3, 1)
+    found = plan_settings(equal, "stories")
+    assert (found.steps, found.warmup_steps, plan_settings(equal, "quantities").steps) == (6, 3, 1)
 
 
 def test_epochs_may_name_tasks_that_are_left_out_but_no_slip(folders, tmp_path) -> None:
@@ -108,7 +108,7 @@ def test_epochs_may_name_tasks_that_are_left_out_but_no_slip(folders, tmp_path) 
             *_args(configured(folders["llama"], "llama", tmp_path, f"training.epochs_of={epochs}"), tmp_path)
         )
 
-    assert task_settings(made("{stories: 2, quantities_old: 3, quantities: 1}"), "stories").steps == 12
+    assert plan_settings(made("{stories: 2, quantities_old: 3, quantities: 1}"), "stories").steps == 12
     for epochs in ("{storeis: 1}", "{storeis: 1, quantities: 2}"):
         with pytest.raises(InputError, match="'storeis' is no task of this run; did you mean 'stories'"):
             made(epochs)

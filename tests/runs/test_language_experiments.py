@@ -15,7 +15,7 @@ from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
 from mergekit_lab.reporting.published import find_conditions, read_beside, read_published, set_beside
 from mergekit_lab.runs import published
-from mergekit_lab.runs.finetune import task_settings
+from mergekit_lab.runs.finetune import plan_settings
 from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.run import check
 
@@ -149,7 +149,7 @@ def test_a_run_stands_beside_the_numbers_of_its_own_settings_alone(more, tables,
     found = {
         (row.table, row.setting)
         for name in cfg.published
-        for row in set_beside(name, lambda *_: 1.0, axes, partial(published.settings_hold, made), made.tasks)
+        for row in set_beside(name, lambda *_: 1.0, axes, partial(published.have_settings, made), made.tasks)
     }
     assert " ".join(sorted({table for table, _ in found}, key=int)) == tables
     assert len([setting for table, setting in found if table == "22"]) <= 1
@@ -163,7 +163,7 @@ def test_recipes_compose_with_the_epochs_of_their_own_tasks(tmp_path) -> None:
             write_rows(tmp_path / name / task, plain(node))
             node.source = f"{tmp_path}/{name}/{task}"
         context = Run(cfg, tmp_path, choices)
-        found = {task: task_settings(context, task).steps for task in context.tasks}
+        found = {task: plan_settings(context, task).steps for task in context.tasks}
         assert found["fomc"] == round(3 * context.tasks["fomc"].count("train") / 8) >= steps
 
 

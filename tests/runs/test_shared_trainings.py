@@ -59,8 +59,8 @@ def test_a_job_whose_weights_cannot_be_had_keeps_no_other_from_being_planned(
     monkeypatch.setattr("mergekit_lab.runs.preflight.explain_unreachable", lambda: "no network")
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
     sweeper, fixed = sweeper_of(tmp_path)
-    jobs = sweeper._jobs([*fixed, "backbone=clip_vit_b32,glyph_clip"])
-    assert list(sweeper._runs(jobs)) == [1]
+    jobs = sweeper.list_jobs([*fixed, "backbone=clip_vit_b32,glyph_clip"])
+    assert list(sweeper.make_runs(jobs)) == [1]
     assert "#0 will be refused: 1 things this run needs are not here" in caplog.text
 
 

@@ -23,7 +23,7 @@ from mergekit_lab.programs import start
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.run import Run
 from mergekit_lab.runs.store import make_card
-from mergekit_lab.store import Artifact, Store, content_key
+from mergekit_lab.store import Artifact, Store, make_key
 
 
 def command(folder: Path, *overrides: str, run_of=TINY) -> None:
@@ -75,12 +75,12 @@ def test_a_key_that_is_not_found_is_explained_by_the_first_difference(folder, ca
         command(folder, "store.action=explain", "store.kind=experts")
         assert "(digits): 000000000000 has the same content" in caplog.text
         command(folder, "store.action=explain", "store.kind=fits")
-        assert caplog.messages[-1].startswith("all that this run wants is in the store")
+        assert caplog.messages[-1].startswith("everything that this run needs is in the store")
 
 
 def test_what_a_run_wants_is_kept_or_taken_and_nothing_goes_without_confirmation(folder, caplog) -> None:
     (wanted,) = keys(folder)
-    other = content_key({"task": "other"})
+    other = make_key({"task": "other"})
     for kind in ("experts", "images"):
         Store(folder / "store").obtain(kind, {"task": "other"}, lambda place: {})
     with caplog.at_level(logging.INFO, "mergekit_lab"):
@@ -142,7 +142,7 @@ def test_what_was_cut_in_the_making_is_listed_and_pruned_by_age_unless_somebody_
     folder, caplog
 ) -> None:
     store = Store(folder / "store")
-    left = store.root / "work/experts" / content_key({"n": 1})
+    left = store.root / "work/experts" / make_key({"n": 1})
 
     def cut(place) -> dict:
         (place.resume / "last.ckpt").write_text("step 7")
@@ -219,14 +219,14 @@ def test_an_exported_expert_of_a_language_model_loads_by_from_pretrained(tmp_pat
     backbone = Run(cfg, tmp_path, {"merger": None}).backbone
     state = {name: tensor + 1 for name, tensor in backbone.model().state_dict().items()}
     content = put(tmp_path, run_of=language, task="stories", state=state)
-    asked = ["store.action=export", f"store.key={content_key(content)}"]
+    asked = ["store.action=export", f"store.key={make_key(content)}"]
     command(tmp_path, *asked, f"store.path={tmp_path}/out", run_of=language)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
     assert json.loads((tmp_path / "out/manifest.json").read_text())["content"] == content
 
-    measured = {"model": content_key(content), "task": "stories", "part": "test"}
+    measured = {"model": make_key(content), "task": "stories", "part": "test"}
     Store(tmp_path / "store").obtain("evaluations", measured, lambda place: {"metrics": {"accuracy": 0.25}})
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     with serving(tmp_path / "hub", tmp_path / "cache", monkeypatch):

@@ -17,21 +17,21 @@ import torch
 from safetensors.torch import save_file
 
 from mergekit_lab import InputError
-from mergekit_lab.store import Store, content_key, store
+from mergekit_lab.store import Store, make_key, store
 from mergekit_lab.store.upkeep import (
     adopt,
-    damages,
-    differences,
-    half_made,
-    nearest,
-    older_than,
+    find_damages,
+    find_half_made,
+    find_nearest,
+    find_unreadable,
+    is_older,
+    list_differences,
     remove,
     size,
-    unreadable,
 )
 
 CONTENT = {"task": "digits", "training": {"lr": 1e-4, "steps": 9}, "seed": 0}
-KEY = content_key(CONTENT)
+KEY = make_key(CONTENT)
 FORKS = multiprocessing.get_context("forkserver")
 
 
@@ -82,7 +82,7 @@ def test_killed_at_any_moment_the_next_one_makes_the_same(tmp_path) -> None:
         child.join()
         store = Store(root)
         done = list(store.artifacts())
-        assert damages(done) == []
+        assert find_damages(done) == []
         for seed in range(len(done) + 1):
             assert store.obtain("experts", CONTENT | {"seed": seed}, weights()).files == whole
         # also of a kill between publishing and letting go, whose lock nobody waits for any more
@@ -181,7 +181,7 @@ def test_a_damaged_checkpoint_is_named_when_it_is_read_and_by_verify(tmp_path, d
     found = store.find("experts", CONTENT)
     with pytest.raises(InputError, match=rf"stored experts {made.key} .*model.safetensors.*delete the folder"):
         found.file("model.safetensors")
-    (found,) = damages(store.artifacts())
+    (found,) = find_damages(store.artifacts())
     assert found.folder == made.folder
     assert made.key in found.message
     shutil.rmtree(made.folder)
@@ -193,7 +193,7 @@ def test_a_manifest_of_another_artifact_is_named_by_whoever_reads_it(tmp_path) -
     store = Store(tmp_path)
     made, other = (store.obtain("experts", CONTENT | {"seed": seed}, weights()) for seed in (0, 1))
     shutil.copyfile(other.folder / "manifest.json", made.folder / "manifest.json")
-    (found,) = damages(store.artifacts())
+    (found,) = find_damages(store.artifacts())
     assert f"{made.key} has the manifest of another artifact" in found.message
     with pytest.raises(InputError, match=f"{made.key} has a damaged manifest .*another artifact's"):
         store.find("experts", CONTENT | {"seed": 0})
@@ -208,7 +208,7 @@ def test_a_flipped_digit_of_what_an_evaluation_found_is_named(tmp_path) -> None:
     manifest.write_text(manifest.read_text().replace("0.9125", "0.1125"))
     with pytest.raises(InputError, match=f"{made.key} has a damaged manifest .*not as it was published"):
         store.find("evaluations", CONTENT)
-    (found,) = damages(unreadable(store))
+    (found,) = find_damages(find_unreadable(store))
     assert found.folder == made.folder
 
 
@@ -225,11 +225,11 @@ def test_a_link_to_nowhere_in_an_artifact_s_place_is_replaced(tmp_path) -> None:
 def test_an_artifact_of_an_older_schema_is_sound(tmp_path) -> None:
     made = Store(tmp_path).obtain("experts", CONTENT, weights())
     manifest = json.loads((made.folder / "manifest.json").read_text())
-    old = made.folder.rename(made.folder.with_name(content_key(CONTENT, schema=0)))
+    old = made.folder.rename(made.folder.with_name(make_key(CONTENT, schema=0)))
     del manifest["digest"]  # which it had not yet
     (old / "manifest.json").write_text(json.dumps(manifest | {"schema": 0, "key": old.name}))
     assert Store(tmp_path).find("experts", CONTENT) is None
-    assert damages(Store(tmp_path).artifacts()) == []
+    assert find_damages(Store(tmp_path).artifacts()) == []
 
 
 def test_the_nearest_artifact_and_its_first_difference_say_why_nothing_was_found(tmp_path) -> None:
@@ -237,21 +237,21 @@ def test_the_nearest_artifact_and_its_first_difference_say_why_nothing_was_found
     near = store.obtain("experts", CONTENT, weights())
     store.obtain("experts", CONTENT | {"task": "mnist", "seed": 4}, weights())
     wanted = CONTENT | {"training": {"lr": 2e-4, "steps": 9}}
-    found, parts = nearest(store, "experts", wanted)
+    found, parts = find_nearest(store, "experts", wanted)
     assert found.key == near.key
     assert [(d.path, d.wanted, d.stored) for d in parts] == [("training.lr", 2e-4, 1e-4)]
-    assert nearest(store, "merged", wanted) is None
-    assert differences({"a": 1}, {"a": 1, "b": 2})[0].path == "b"
-    assert [d.path for d in differences({"lr": 1}, {"lr": 1.0})] == ["lr"], "keys tell them apart"
+    assert find_nearest(store, "merged", wanted) is None
+    assert list_differences({"a": 1}, {"a": 1, "b": 2})[0].path == "b"
+    assert [d.path for d in list_differences({"lr": 1}, {"lr": 1.0})] == ["lr"], "keys tell them apart"
 
 
 def test_what_is_removed_is_not_found_and_age_counts_in_days(tmp_path) -> None:
     store = Store(tmp_path)
     made = store.obtain("experts", CONTENT, weights())
     (read,) = store.artifacts()
-    assert older_than(read, 0)
-    assert not older_than(read, 1)
-    assert not older_than(read, 1e23)
+    assert is_older(read, 0)
+    assert not is_older(read, 1)
+    assert not is_older(read, 1e23)
     remove(store, read.folder)
     assert store.find("experts", CONTENT) is None
     assert not made.folder.exists()
@@ -270,7 +270,7 @@ STRANGE = [Path.touch, os.mkfifo, loop, link_to_a_device]
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, loop, link_to_a_device])
-@pytest.mark.parametrize("look", [Store.artifacts, unreadable], ids=["list", "verify"])
+@pytest.mark.parametrize("look", [Store.artifacts, find_unreadable], ids=["list", "verify"])
 def test_a_kind_that_cannot_be_read_is_named_and_not_taken_for_empty(tmp_path, make, look) -> None:
     Store(tmp_path).obtain("experts", CONTENT, weights())
     (tmp_path / "experts").rename(tmp_path / ".away")
@@ -290,7 +290,7 @@ def test_a_folder_that_may_not_be_listed_is_named(tmp_path, monkeypatch) -> None
 
     monkeypatch.setattr(os, "listdir", refuse)
     with pytest.raises(InputError, match=r"experts cannot be read \(Permission denied\)"):
-        list(unreadable(Store(tmp_path)))
+        list(find_unreadable(Store(tmp_path)))
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
@@ -302,7 +302,7 @@ def test_what_a_user_may_not_read_is_no_damage_that_is_removed(tmp_path, monkeyp
 
     monkeypatch.setattr(store, {"manifest.json": "read_file", "model.safetensors": "_hash"}[name], refuse)
     with pytest.raises(InputError, match=r"cannot be read \(Permission denied\)"):
-        damages(Store(tmp_path).artifacts())
+        find_damages(Store(tmp_path).artifacts())
     assert made.folder.is_dir()
 
 
@@ -312,9 +312,9 @@ def test_what_is_no_kind_beside_the_artifacts_is_left_alone(tmp_path) -> None:
     (tmp_path / "lost+found").symlink_to("/nowhere")
     (tmp_path / "experts/.nfs0001").write_text("")
     assert [artifact.key for artifact in Store(tmp_path).artifacts()] == [made.key]
-    assert list(unreadable(Store(tmp_path))) == []
+    assert list(find_unreadable(Store(tmp_path))) == []
     (tmp_path / "fits").write_text("a file in a kind's place")
-    for look in (Store(tmp_path).artifacts, lambda: unreadable(Store(tmp_path))):
+    for look in (Store(tmp_path).artifacts, lambda: find_unreadable(Store(tmp_path))):
         with pytest.raises(InputError, match=r"fits cannot be read \(Not a directory\)"):
             list(look())
 
@@ -328,7 +328,7 @@ def test_what_stands_in_an_artifact_s_place_is_named_and_taken_out(tmp_path, mak
     path = made.folder / name
     path.rename(tmp_path / ".away")
     make(path)
-    wrong = damages([*store.artifacts(), *unreadable(store)])
+    wrong = find_damages([*store.artifacts(), *find_unreadable(store)])
     assert {damage.folder for damage in wrong} == {made.folder}
     remove(store, made.folder)
     assert not os.path.lexists(made.folder)
@@ -376,7 +376,7 @@ def test_a_hostile_manifest_is_damage_like_any_other(tmp_path, text) -> None:
     made, other = (store.obtain("experts", CONTENT | {"seed": seed}, weights()) for seed in (0, 1))
     (made.folder / "manifest.json").write_text(text)
     assert [artifact.key for artifact in store.artifacts()] == [other.key]
-    (wrong,) = damages(unreadable(store))
+    (wrong,) = find_damages(find_unreadable(store))
     assert wrong.folder == made.folder
     assert "damaged manifest" in wrong.message
     assert len(wrong.message) < 1000
@@ -391,7 +391,7 @@ def test_content_that_is_nested_without_end_names_nothing() -> None:
     for _ in range(100_000):
         content = {"a": content}
     with pytest.raises(InputError, match="nested too deep"):
-        content_key(content)
+        make_key(content)
 
 
 def test_a_removal_that_was_cut_is_listed_and_ended_by_the_next(tmp_path) -> None:
@@ -400,21 +400,21 @@ def test_a_removal_that_was_cut_is_listed_and_ended_by_the_next(tmp_path) -> Non
     bytes_of_it = size(made)
     (tmp_path / "work/removed").mkdir(parents=True)
     made.folder.rename(tmp_path / "work/removed/abc")  # and killed here
-    (left,) = half_made(store)
+    (left,) = find_half_made(store)
     assert (left.kind, left.key) == ("removed", "abc")
     assert size(left) == bytes_of_it
     remove(store, left.folder)
-    assert list(half_made(store)) == []
+    assert list(find_half_made(store)) == []
     assert list((tmp_path / "work/removed").iterdir()) == []
 
 
 def test_what_another_process_is_at_work_on_is_not_half_made(tmp_path) -> None:
     store = Store(tmp_path)
-    store.obtain("experts", CONTENT, lambda workspace: {"seen": len(list(half_made(store)))})
+    store.obtain("experts", CONTENT, lambda workspace: {"seen": len(list(find_half_made(store)))})
     assert store.find("experts", CONTENT).info["seen"] == 0
     (tmp_path / "work/experts" / KEY).mkdir(parents=True)
     (tmp_path / "locks" / f"experts-{KEY}").mkdir()  # its holder is gone
-    assert len(list(half_made(store))) == 1
+    assert len(list(find_half_made(store))) == 1
 
 
 @pytest.mark.parametrize("when", [-1e9, 1e12])
@@ -422,13 +422,13 @@ def test_times_that_are_no_dates_are_read(tmp_path, when) -> None:
     folder = tmp_path / "work/experts/abc"
     folder.mkdir(parents=True)
     os.utime(folder, (when, when))
-    (cut,) = half_made(Store(tmp_path))
-    assert older_than(cut, 1) == (when < 0)
+    (cut,) = find_half_made(Store(tmp_path))
+    assert is_older(cut, 1) == (when < 0)
 
 
 def test_names_that_a_terminal_would_obey_are_shown_escaped(tmp_path) -> None:
     (tmp_path / "experts" / "a\x1b[2J\udcff").mkdir(parents=True)
-    (wrong,) = damages(unreadable(Store(tmp_path)))
+    (wrong,) = find_damages(find_unreadable(Store(tmp_path)))
     assert wrong.message.isprintable()
     remove(Store(tmp_path), wrong.folder)
     assert list((tmp_path / "experts").iterdir()) == []

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mergekit_lab import InputError
-from mergekit_lab.store import Store, content_key
+from mergekit_lab.store import Store, make_key
 
 CONTENT = {"task": "digits", "lr": 1e-4, "seed": 0}
 
@@ -21,16 +21,16 @@ def maker(calls: list, text: str = "weights"):
 
 
 def test_the_key_ignores_the_order_of_keys_and_nothing_else() -> None:
-    assert content_key(CONTENT) == content_key(dict(reversed(CONTENT.items())))
+    assert make_key(CONTENT) == make_key(dict(reversed(CONTENT.items())))
     for name, value in {"task": "mnist", "lr": 2e-4, "seed": 1}.items():
-        assert content_key(CONTENT | {name: value}) != content_key(CONTENT)
-    assert content_key(CONTENT | {"order": ["a", "b"]}) != content_key(CONTENT | {"order": ["b", "a"]})
+        assert make_key(CONTENT | {name: value}) != make_key(CONTENT)
+    assert make_key(CONTENT | {"order": ["a", "b"]}) != make_key(CONTENT | {"order": ["b", "a"]})
 
 
 @pytest.mark.parametrize("value", [float("nan"), Path("x"), object()])
 def test_content_that_json_cannot_hold_names_nothing(value) -> None:
     with pytest.raises(InputError, match="cannot name an artifact"):
-        content_key({"value": value})
+        make_key({"value": value})
 
 
 def test_what_exists_is_found_and_not_made_again(tmp_path) -> None:
@@ -71,7 +71,7 @@ def test_a_maker_that_fails_publishes_nothing_and_finds_its_resume_files_again(t
         return {}
 
     store.obtain("experts", CONTENT, goes_on)
-    assert not (tmp_path / "work" / "experts" / content_key(CONTENT)).exists()
+    assert not (tmp_path / "work" / "experts" / make_key(CONTENT)).exists()
 
 
 @pytest.mark.parametrize("text", ["{", "", "null", "[]", '"x"', "{}"])

@@ -64,6 +64,19 @@ def test_every_task_is_exported_and_has_a_configuration() -> None:
         assert f"mergekit_lab.tasks.{made.__name__}\n" in targets, f"{made.__name__} has no file in conf/task"
 
 
+def test_the_page_lists_every_suite_with_its_tasks() -> None:
+    page = (CONF.parent / "docs" / "tasks.md").read_text()
+    rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `")]
+    in_suites = set()
+    for path in (CONF / "suite").glob("*.yaml"):
+        (listed,) = (row[1] for row in rows if f"`{path.stem}`" in row[0])
+        pairs = re.findall(r"/task(/clip)?@tasks\.(\w+): (\w+)", path.read_text())
+        for folder, name, file in pairs:
+            assert f"`{name}`" in listed, f"{path.stem}: {name} is missing in docs/tasks.md"
+            in_suites.add((CONF / f"task{folder}" / file).with_suffix(".yaml"))
+    assert in_suites == set((CONF / "task").rglob("*.yaml"))
+
+
 def test_pretraining_keeps_clear_of_every_rendered_task() -> None:
     assert set(SHIPPED) == concrete(tasks.GlyphTask)
 

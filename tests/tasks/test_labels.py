@@ -77,9 +77,7 @@ def test_the_check_compares_the_names_of_every_part_and_fails_for_one_that_is_ou
     write_parquet(tmp_path / PART.format("test"), pictures(10, 10, 1), names=[*names[:3], "River", *names[4:]])
     found = check_task(published("eurosat", tmp_path))
     assert "0: land a ↔ annual crop land" in found.other_labels
-    assert found.wrong == [
-        "eurosat: names of classes stand at other classes' numbers (3: River ↔ highway or road)"
-    ]
+    assert found.wrong == ["eurosat: names of classes have other classes' numbers (3: River ↔ highway or road)"]
 
 
 def test_parts_that_number_the_same_names_otherwise_are_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from mergekit_lab.tasks import PARTS, Digits, Mnist, count_shared_images, digest_images, find_held_out
 from mergekit_lab.tasks.glyph_tasks import SHIPPED, Accents, Style
 from mergekit_lab.tasks.glyphs import digest
-from mergekit_lab.tasks.pretraining import pretraining_pairs
+from mergekit_lab.tasks.pretraining import list_pretraining_pairs
 
 TASKS = [Digits(), Mnist(), *(task() for task in SHIPPED)]
 
@@ -46,7 +46,7 @@ def test_a_clean_bitmap_has_one_label_over_all_tasks():
 
 
 def test_pretraining_sees_no_validation_or_test_bitmap():
-    seen = {digest(*pair) for pair in pretraining_pairs()}
+    seen = {digest(*pair) for pair in list_pretraining_pairs()}
     assert len(seen) > 30000
     for task in SHIPPED:
         for part in ("validation", "test"):
@@ -55,7 +55,7 @@ def test_pretraining_sees_no_validation_or_test_bitmap():
 
 
 def test_pretraining_sees_training_bitmaps_so_that_zero_shot_has_a_chance():
-    seen = {digest(*pair) for pair in pretraining_pairs()}
+    seen = {digest(*pair) for pair in list_pretraining_pairs()}
     assert len(pictures(Accents, "train") & seen) > 0.9 * len(pictures(Accents, "train"))
 
 

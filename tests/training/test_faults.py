@@ -251,7 +251,7 @@ def out_of_memory_above(limit: int, monkeypatch) -> list[int]:
     """Micro-batches above so many images do not fit; what was tried."""
     from mergekit_lab.training.module import FinetuneModule
 
-    tried, loss = [], FinetuneModule._loss
+    tried, loss = [], FinetuneModule.compute_loss
 
     def crowded(self, batch, total):
         (images, _), *_ = batch.values()
@@ -260,7 +260,7 @@ def out_of_memory_above(limit: int, monkeypatch) -> list[int]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return loss(self, batch, total)
 
-    monkeypatch.setattr(FinetuneModule, "_loss", crowded)
+    monkeypatch.setattr(FinetuneModule, "compute_loss", crowded)
     return tried
 
 

@@ -14,7 +14,7 @@ from trainings import ADAMW, OPTIMIZERS, SETTINGS, Cut, run
 from mergekit_lab import InputError
 from mergekit_lab.optim import SAM
 from mergekit_lab.training import TrainingSettings, finetune
-from mergekit_lab.training.module import FinetuneModule, rate_at
+from mergekit_lab.training.module import FinetuneModule, compute_rate
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -199,7 +199,7 @@ def test_a_diverging_run_stops_with_its_step_and_learning_rate(tmp_path, head) -
 
 
 def test_the_schedule_warms_up_linearly_and_ends_at_zero() -> None:
-    factors = [rate_at(step, 10, 4) for step in range(11)]
+    factors = [compute_rate(step, 10, 4) for step in range(11)]
     assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
     assert factors[4] == 1.0
     assert factors[7] == pytest.approx(0.5)
@@ -207,8 +207,8 @@ def test_the_schedule_warms_up_linearly_and_ends_at_zero() -> None:
 
 
 def test_a_linear_schedule_falls_evenly_after_its_warm_up_and_a_constant_one_stays() -> None:
-    assert [rate_at(step, 8, 2, "linear") for step in (0, 1, 2, 5, 8)] == [0.5, 1.0, 1.0, 0.5, 0.0]
-    assert [rate_at(step, 8, 0, "constant") for step in (0, 4, 8)] == [1.0, 1.0, 1.0]
+    assert [compute_rate(step, 8, 2, "linear") for step in (0, 1, 2, 5, 8)] == [0.5, 1.0, 1.0, 0.5, 0.0]
+    assert [compute_rate(step, 8, 0, "constant") for step in (0, 4, 8)] == [1.0, 1.0, 1.0]
     with pytest.raises(InputError, match=r"schedule is 'linera'; did you mean 'linear'"):
         TrainingSettings(steps=1, batch_size=1, lr=1.0, weight_decay=0.0, schedule="linera")
 

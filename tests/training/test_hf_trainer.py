@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim import RWP, SAM, SWA, MergOPT, gradient_evaluations, refuse_accumulation
 from mergekit_lab.training import hf_trainer
-from mergekit_lab.training.hf_trainer import trainer_callback
+from mergekit_lab.training.hf_trainer import make_trainer_callback
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),  # Lightning with torch ≥ 2.13
@@ -68,7 +68,7 @@ def trainer(model: nn.Module, data: Any, optimizer: Any, folder: Path, **options
         train_dataset=data,
         eval_dataset=data,
         optimizers=(optimizer, still),
-        callbacks=[trainer_callback()],
+        callbacks=[make_trainer_callback()],
     )
 
 
@@ -205,7 +205,7 @@ def test_two_evaluations_are_refused_before_the_first_step(tmp_path) -> None:
     optimizer = SAM(problem.model.named_parameters(), base=ADAMW)
     run = trainer(WithLoss(problem), rows(problem), optimizer, tmp_path)
     with pytest.raises(
-        InputError, match=r"SAM evaluates 2 times a step, and transformers' Trainer evaluates once"
+        InputError, match=r"SAM evaluates 2 times per step, but transformers' Trainer evaluates once"
     ):
         run.train()
     assert_equal_bits(problem.weights(), start)

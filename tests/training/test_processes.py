@@ -7,7 +7,7 @@ import torch
 from language import save_tiny
 from training.processes import LANGUAGE, OPTIMIZERS, RESUMED, SHARDED, both, train, train_language
 
-from mergekit_lab.workers import together
+from mergekit_lab.workers import run_together
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated")
 
@@ -23,7 +23,7 @@ def models(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(models, tmp_path_factory) -> list[dict]:
     folder: Path = tmp_path_factory.mktemp("ranks")
-    together(both, (str(folder), str(models)), ["cpu", "cpu"])
+    run_together(both, (str(folder), str(models)), ["cpu", "cpu"])
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 

@@ -90,7 +90,7 @@ NUMBERS = dict.fromkeys(BASE_IS_FIRST | {"nuslerp"}, 2) | {"passthrough": 1}
 
 
 def is_per_model(merge_method: str, key: str) -> bool:
-    """Whether each model has a parameter of its own."""
+    """Whether each model has its own value of a parameter."""
     return key in _PER_MODEL and not (key == "epsilon" and merge_method.startswith("ram"))
 
 
@@ -152,8 +152,8 @@ class PerTensor(Method):
         method = self.by_tensor[name]
         if method.elementwise and not self.elementwise:
             flat = deltas.reshape(len(deltas), -1)
-            found = method.survey_tensor(name, base.numel(), lambda: iter([(base.reshape(-1), flat, site)]))
-            merged = method.merge(name, base.reshape(-1), flat, replace(site, tensor=found)).view(base.shape)
+            surveyed = method.survey_tensor(name, base.numel(), lambda: iter([(base.reshape(-1), flat, site)]))
+            merged = method.merge(name, base.reshape(-1), flat, replace(site, tensor=surveyed)).view(base.shape)
         else:
             merged = method.merge(name, base, deltas, site)
         return merged if method.scale == 1 else merged * method.scale
@@ -176,7 +176,7 @@ def check_parameter(merge_method: str, key: str, value: Any, name: str) -> None:
     require(fits(value), what, value, rule)
 
 
-def method_for(
+def make_method(
     merge_method: str,
     shared: Mapping[str, Any],
     by_model: Mapping[str, list[Any]],
@@ -209,7 +209,7 @@ def method_for(
             preset="mergekit", density=density, coefficient=float(shared["lambda"]), weights=weights,
             aggregator="mean" if shared["normalize"] else "sum",
         )  # fmt: skip
-    inner = _inner(elects, bool(shared["normalize"]), float(shared["lambda"]), weights)
+    inner = _make_inner(elects, bool(shared["normalize"]), float(shared["lambda"]), weights)
     if thinned is None or (even and densities[0] == 1):
         return inner
     if thinned == "chance" and even and shared["rescale"]:
@@ -256,7 +256,7 @@ _OTHERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, list[Any]], bool], 
 }
 
 
-def _inner(elects: bool, normalize: bool, scale: float, weights: tuple[float, ...]) -> Method:
+def _make_inner(elects: bool, normalize: bool, scale: float, weights: tuple[float, ...]) -> Method:
     if elects:
         return TIES(
             preset="mergekit", density=1.0, coefficient=scale, weights=weights,
@@ -290,7 +290,7 @@ class Linear(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Thinned(SparsifiedMethod):
-    """mergekit's sparsification, with a density of its own for each expert, then `inner`.
+    """mergekit's sparsification with a density per expert, then `inner`.
 
     Args:
         by: "magnitude", "chance", "middle" (Breadcrumbs) or "rank" (DELLA).
@@ -321,11 +321,11 @@ class Thinned(SparsifiedMethod):
             if density == 1:
                 rows.append(delta)
             else:
-                kept = self._kept(position, delta, make_counters(self.seed, expert, site.segments))
+                kept = self._draw_kept(position, delta, make_counters(self.seed, expert, site.segments))
                 rows.append(drop_and_rescale(delta, kept, 0.0, "l1" if self.rescale else "inverse"))
         return torch.stack(rows)
 
-    def _kept(self, position: int, delta: Tensor, draws: Sequence[Counters]) -> Tensor:
+    def _draw_kept(self, position: int, delta: Tensor, draws: Sequence[Counters]) -> Tensor:
         """1 where an entry stays."""
         density = self.densities[position]
         if self.by == "magnitude":

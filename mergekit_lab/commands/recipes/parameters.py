@@ -21,7 +21,7 @@ from mergekit_lab.commands.recipes.methods import (
     PerTensor,
     check_parameter,
     is_per_model,
-    method_for,
+    make_method,
 )
 from mergekit_lab.errors import InputError, abbreviate, listing
 from mergekit_lab.ranges import require
@@ -31,7 +31,7 @@ _MOST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class LayerSlice:
-    """Layers of the result from `first` to before `stop` (−1: to the last), and what is said of them alone.
+    """Layers of the result from `first` to before `stop` (−1: to the last), and their own parameters.
 
     Attributes:
         parameters: for all models.
@@ -57,12 +57,12 @@ class RecipeParameters:
     seed: int
     based: bool = True
 
-    def method(self, entries: Mapping[str, int]) -> PerTensor:
-        layers = _layer_counts(entries)
+    def make_method(self, entries: Mapping[str, int]) -> PerTensor:
+        layers = _count_layers(entries)
         by_tensor = {}
         for name, count in entries.items():
             shared, by_model = self._resolve(name, layers)
-            by_tensor[name] = method_for(self.merge_method, shared, by_model, count, self.seed, self.based)
+            by_tensor[name] = make_method(self.merge_method, shared, by_model, count, self.seed, self.based)
         return PerTensor(merge_method=self.merge_method, seed=self.seed, by_tensor=by_tensor)
 
     def _resolve(self, name: str, layers: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
@@ -72,10 +72,12 @@ class RecipeParameters:
         for key, default in wanted.items():
             levels = [part.parameters, self.parameters]
             if not is_per_model(self.merge_method, key):
-                shared[key] = _first(levels, key, name, t, default)
+                shared[key] = _find_first(levels, key, name, t, default)
                 continue
             by_model[key] = [
-                _first([part.by_model.get(model, {}), *levels], key, _name_in(part, model, name), t, default)
+                _find_first(
+                    [part.by_model.get(model, {}), *levels], key, _name_in(part, model, name), t, default
+                )
                 for model in self.models
             ]
             lacking = [m for m, v in zip(self.models, by_model[key], strict=True) if v is REQUIRED]
@@ -92,32 +94,32 @@ class RecipeParameters:
 
     def _locate(self, name: str, layers: Mapping[str, int]) -> tuple[LayerSlice, float]:
         """The slice that a tensor lies in, and `t` there."""
-        place = split_layer(name)
-        if place is None:
+        parsed = split_layer(name)
+        if parsed is None:
             return self.slices[0 if stands_before_layers(name) else -1], 0.0
-        part = next(part for part in self.slices if place.layer < part.stop or part.stop < 0)
-        length = (layers[place.stack] if part.stop < 0 else part.stop) - part.first
-        return part, (place.layer - part.first) / (length - 1) if length > 1 else 1.0
+        part = next(part for part in self.slices if parsed.layer < part.stop or part.stop < 0)
+        length = (layers[parsed.stack] if part.stop < 0 else part.stop) - part.first
+        return part, (parsed.layer - part.first) / (length - 1) if length > 1 else 1.0
 
 
 def _name_in(part: LayerSlice, model: str, name: str) -> str:
     """What a model calls the tensor `name` of the result."""
-    place = split_layer(name)
-    if place is None or model not in part.starts:
+    parsed = split_layer(name)
+    if parsed is None or model not in part.starts:
         return name
-    return place.at(place.layer - part.first + part.starts[model])
+    return parsed.at(parsed.layer - part.first + part.starts[model])
 
 
-def _layer_counts(names: Any) -> dict[str, int]:
+def _count_layers(names: Any) -> dict[str, int]:
     counts: dict[str, int] = {}
     for name in names:
-        place = split_layer(name)
-        if place:
-            counts[place.stack] = max(counts.get(place.stack, 0), place.layer + 1)
+        parsed = split_layer(name)
+        if parsed:
+            counts[parsed.stack] = max(counts.get(parsed.stack, 0), parsed.layer + 1)
     return counts
 
 
-def _first(levels: Sequence[Mapping[str, Any]], key: str, name: str, t: float, default: Any) -> Any:
+def _find_first(levels: Sequence[Mapping[str, Any]], key: str, name: str, t: float, default: Any) -> Any:
     for level in levels:
         if key in level:
             value = evaluate(level[key], name, t, key)
@@ -169,8 +171,8 @@ def evaluate(setting: Any, name: str, t: float, key: str) -> Any:
 def _number(value: bool | int | float | str, key: str) -> bool | int | float:
     """A number as it is, or from a text: YAML takes `1e-1` for one."""
     try:
-        found = value if isinstance(value, bool) else float(value)
+        number = value if isinstance(value, bool) else float(value)
     except (ValueError, OverflowError):
-        found = math.nan
-    require(abs(found) <= _MOST, f"the recipe's {key}", value, "a finite number, in float32 too")
-    return found
+        number = math.nan
+    require(abs(number) <= _MOST, f"the recipe's {key}", value, "a finite number, in float32 too")
+    return number

@@ -12,23 +12,22 @@ in distribution only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mergekit_lab.checkpoints import Checkpoint
-from mergekit_lab.commands.prepare import Adapter, Arranged, Piece
+from mergekit_lab.commands.prepared import Adapter, Arranged, Piece
 from mergekit_lab.commands.recipes.methods import (
     BASE_IS_FIRST,
     BASE_IS_ONE_OF_ALL,
     DEFAULTS,
     NUMBERS,
     WITHOUT_BASE,
-    PerTensor,
 )
 from mergekit_lab.commands.recipes.parameters import LayerSlice, RecipeParameters
+from mergekit_lab.commands.recipes.recipe import Recipe
 from mergekit_lab.errors import InputError, abbreviate, listing, suggestion
 from mergekit_lab.yaml_files import make_values, read_yaml_text
 
@@ -39,39 +38,6 @@ _TOP = {
 _IDLE = {"name", "random_seed", "write_readme", "normalize", "int8_mask"}
 """Keys of public recipes that mergekit takes and does not read."""
 _PARAMETERS = {"int8_mask"}.union(*DEFAULTS.values())
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A recipe as arguments of `prepare`.
-
-    Attributes:
-        base: the base model; for `linear` without one, the first model.
-        experts: by the names they have in the recipe.
-        settings: where parameters come from.
-        dtype: of what is written.
-        embeddings, tokenizer_from: what `tokenizer_source` asks for.
-        chat_template: in Jinja; None keeps the tokenizer's own.
-        notes: what of it has no effect here.
-        text: the YAML as it was.
-        stages: what other documents of it make first, by name, each after those that it needs.
-    """
-
-    base: Any
-    experts: Mapping[str, Any]
-    settings: RecipeParameters
-    dtype: str | None
-    embeddings: str | None
-    tokenizer_from: str | None
-    chat_template: str | None
-    notes: Sequence[str]
-    text: str
-    stages: Mapping[str, Recipe] = field(default_factory=dict)
-
-    def method(self, base: Checkpoint) -> PerTensor:
-        """The method for a model with these tensors."""
-        entries = {name: spec.numel for name, spec in base.specs.items() if spec.dtype.is_floating_point}
-        return self.settings.method(entries)
 
 
 def read_recipe(file: Path, seed: int = 0, folder: Path | None = None) -> Recipe:
@@ -97,7 +63,7 @@ def read_recipe(file: Path, seed: int = 0, folder: Path | None = None) -> Recipe
             which = f"document {number} of recipe={file}" if len(documents) > 1 else f"recipe={file}"
             raise InputError(f"{which} is not a mergekit recipe: it has no merge_method{_explain(document)}")
     if len(documents) == 1:
-        return _Reader(documents[0], str(file), {}).recipe(text, seed)
+        return _RecipeReader(documents[0], str(file), {}).read_recipe(text, seed)
     return _read_stages(documents, file, text, seed, folder)
 
 
@@ -124,7 +90,7 @@ def _read_stages(
             raise InputError(f"{file}: the name {name!r} of a document is not a plain name")
         named[name] = document
     sources: dict[str, Any] = {name: name for name in named}
-    needs = {name: _Reader(document, str(file), sources).used() for name, document in named.items()}
+    needs = {name: _RecipeReader(document, str(file), sources).list_used() for name, document in named.items()}
     last = [name for name in named if not any(name in others for others in needs.values())]
     if len(last) != 1:
         ends = f"{listing(last)} are used by no other" if last else "they use each other in a circle"
@@ -136,7 +102,7 @@ def _read_stages(
             raise InputError(f"{file}: documents use each other in a circle ({listing(named.keys() - done)})")
         for name in ready:
             made = {n: r.base if folder is None else str(folder / n) for n, r in done.items()}
-            done[name] = _Reader(named[name], str(file), made).recipe(text, seed)
+            done[name] = _RecipeReader(named[name], str(file), made).read_recipe(text, seed)
     recipe = done.pop(last[0])
     notes = [*recipe.notes, *(f"{name}: {note}" for name, stage in done.items() for note in stage.notes)]
     return replace(recipe, stages=done, notes=notes)
@@ -162,7 +128,7 @@ class _Slice(NamedTuple):
         return [_Source(*self.base, 0, -1, {})] if self.base else []
 
 
-class _Reader:
+class _RecipeReader:
     def __init__(self, content: Mapping[str, Any], where: str, made: Mapping[str, Any]) -> None:
         self.where = where
         self.made = made
@@ -172,11 +138,11 @@ class _Reader:
         if not isinstance(method, str) or method not in DEFAULTS:
             self.refuse(f"merge_method {abbreviate(method)}", suggestion(str(method)[:100], DEFAULTS))
         self.merge_method = method
-        self.content = self.known(self.flat(content), _TOP | _IDLE, "the recipe")
+        self.content = self.check_keys(self._flatten(content), _TOP | _IDLE, "the recipe")
         if ("models" in self.content) == ("slices" in self.content):
             raise InputError(f"{where}: give either models or slices")
 
-    def flat(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _flatten(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
         """The recipe with the keys of its only module at the top: so mergekit writes it beside a merge."""
         modules = content.get("modules")
         if modules is None:
@@ -184,16 +150,16 @@ class _Reader:
         if not isinstance(modules, Mapping) or modules.keys() != {"default"}:
             self.refuse("modules other than default")
         keys = {"slices", "models", "parameters", "tokenizer_source"}
-        module = self.known(modules["default"], keys, "the module default")
+        module = self.check_keys(modules["default"], keys, "the module default")
         rest = {key: value for key, value in content.items() if key != "modules"}
         if twice := [key for key in module if rest.get(key) is not None]:
-            raise InputError(f"{self.where}: {twice[0]} is given twice, in the module default and beside it")
+            raise InputError(f"{self.where}: {twice[0]} is given twice, in the module default and outside it")
         return {**rest, **module}
 
     def refuse(self, what: str, hint: str = "") -> None:
         raise InputError(f"{self.where}: {what} is not supported{hint}")
 
-    def known(self, node: Any, keys: set[str], what: str) -> Mapping[str, Any]:
+    def check_keys(self, node: Any, keys: set[str], what: str) -> Mapping[str, Any]:
         """A node without its null keys, if it has no others than these."""
         if not isinstance(node, Mapping):
             raise InputError(f"{self.where}: {what} is {abbreviate(node)}; it must have keys")
@@ -203,47 +169,48 @@ class _Reader:
                 self.refuse(f"the key {abbreviate(key)} of {what}", suggestion(str(key), keys))
         return given
 
-    def parameters(self, node: Mapping[str, Any], what: str) -> Mapping[str, Any]:
+    def read_parameters(self, node: Mapping[str, Any], what: str) -> Mapping[str, Any]:
         """What a node sets; of parameters that mergekit does not know those that are near to one are slips."""
         given = node.get("parameters") or {}
         strange = {*given} - _PARAMETERS if isinstance(given, Mapping) else set()
         idle = {key for key in strange if not get_close_matches(str(key), _PARAMETERS)}
-        given = self.known(given, _PARAMETERS | idle, f"the parameters of {what}")
+        given = self.check_keys(given, _PARAMETERS | idle, f"the parameters of {what}")
         self.unused |= {str(key) for key in given} - DEFAULTS[self.merge_method].keys() - {"int8_mask"}
         return given
 
-    def items(self, node: Mapping[str, Any], key: str) -> list[Any]:
+    def read_list(self, node: Mapping[str, Any], key: str) -> list[Any]:
         """The list under a key; nothing there is an empty one."""
-        found = node.get(key) or []
-        if not isinstance(found, list):
-            raise InputError(f"{self.where}: {key} is {abbreviate(found)}; it must be a list")
-        return found
+        items = node.get(key) or []
+        if not isinstance(items, list):
+            raise InputError(f"{self.where}: {key} is {abbreviate(items)}; it must be a list")
+        return items
 
     @cached_property
     def slices(self) -> list[_Slice]:
         """The recipe's slices; of a list of models one, of all layers."""
-        base = self.model(self.content["base_model"]) if self.content.get("base_model") else None
+        base = self.read_model(self.content["base_model"]) if self.content.get("base_model") else None
         if "models" in self.content:
             keys = {"model", "parameters"}
-            sources = [self.source(node, keys) for node in self.items(self.content, "models")]
+            sources = [self.read_source(node, keys) for node in self.read_list(self.content, "models")]
             return [_Slice(base, sources, {})]
         keys = {"model", "layer_range", "parameters"}
-        found = []
-        for node in self.items(self.content, "slices"):
-            self.known(node, {"sources", "parameters", "base_model"}, "a slice")
-            own = self.model(node["base_model"]) if node.get("base_model") else base
+        slices = []
+        for node in self.read_list(self.content, "slices"):
+            self.check_keys(node, {"sources", "parameters", "base_model"}, "a slice")
+            own = self.read_model(node["base_model"]) if node.get("base_model") else base
             sources = [
-                self.source(source, keys, self.layer_range(source)) for source in self.items(node, "sources")
+                self.read_source(source, keys, self.read_layer_range(source))
+                for source in self.read_list(node, "sources")
             ]
             lengths = {source.stop - source.first for source in sources}
             if len(lengths) > 1 or min(lengths, default=1) < 1:
                 raise InputError(
                     f"{self.where}: the sources of a slice have {listing(map(str, lengths))} layers"
                 )
-            found.append(_Slice(own, sources, self.parameters(node, "a slice")))
-        return found
+            slices.append(_Slice(own, sources, self.read_parameters(node, "a slice")))
+        return slices
 
-    def layer_range(self, node: Mapping[str, Any]) -> tuple[int, int]:
+    def read_layer_range(self, node: Mapping[str, Any]) -> tuple[int, int]:
         given = node.get("layer_range")
         if not isinstance(given, list) or len(given) != 2 or not all(str(n).isdecimal() for n in given):
             raise InputError(
@@ -251,20 +218,20 @@ class _Reader:
             )
         return int(given[0]), int(given[1])
 
-    def source(self, node: Any, keys: set[str], layers: tuple[int, int] = (0, -1)) -> _Source:
-        self.known(node, keys, "a model")
+    def read_source(self, node: Any, keys: set[str], layers: tuple[int, int] = (0, -1)) -> _Source:
+        self.check_keys(node, keys, "a model")
         if "model" not in node:
             raise InputError(f"{self.where}: an entry of models has no `model`")
-        name, model = self.model(node["model"])
-        return _Source(name, model, *layers, self.parameters(node, name))
+        name, model = self.read_model(node["model"])
+        return _Source(name, model, *layers, self.read_parameters(node, name))
 
-    def model(self, node: Any) -> tuple[str, Any]:
+    def read_model(self, node: Any) -> tuple[str, Any]:
         """A model's name and source: `path`, `path@revision`, `path+adapter`, or a mapping of these."""
         if isinstance(node, Mapping):
-            self.known(node, {"model", "lora"}, "a model reference")
-            model, lora = (self.path(node.get(key)) for key in ("model", "lora"))
+            self.check_keys(node, {"model", "lora"}, "a model reference")
+            model, lora = (self.read_path(node.get(key)) for key in ("model", "lora"))
         else:
-            model, plus, lora = self.path(node).partition("+")
+            model, plus, lora = self.read_path(node).partition("+")
             if plus and not lora:
                 raise InputError(f"{self.where}: the model reference {node!r} has no adapter after its +")
         if not model:
@@ -274,33 +241,33 @@ class _Reader:
         source = self.made.get(model, model)
         return (f"{model}+{lora}", Adapter(source, lora)) if lora else (model, source)
 
-    def used(self) -> set[str]:
+    def list_used(self) -> set[str]:
         """The documents whose results this one needs."""
         len(self.slices)
-        self.tokenizer()
+        self.read_tokenizer()
         return self.referenced
 
-    def path(self, node: Any) -> str:
+    def read_path(self, node: Any) -> str:
         if isinstance(node, Mapping):
-            self.known(node, {"path", "revision"}, "a model path")
+            self.check_keys(node, {"path", "revision"}, "a model path")
             path = str(node.get("path") or "")
             return f"{path}@{node['revision']}" if path and node.get("revision") else path
         if isinstance(node, bool) or not isinstance(node, str | int | float | None):
             raise InputError(f"{self.where}: the model reference {abbreviate(node)} is not a path")
         return str(node or "").strip()
 
-    def recipe(self, text: str, seed: int) -> Recipe:
-        parameters = self.parameters(self.content, "the recipe")
+    def read_recipe(self, text: str, seed: int) -> Recipe:
+        parameters = self.read_parameters(self.content, "the recipe")
         if not any(part.sources for part in self.slices):
             raise InputError(f"{self.where}: no models")
-        rows = [self.roles(part) for part in self.slices]
-        columns = self.columns([experts for _, experts in rows])
+        rows = [self.split_roles(part) for part in self.slices]
+        columns = self.align_columns([experts for _, experts in rows])
         names = [source.name for part in self.slices for source in (*part.sources, *part.named_base)]
-        short = _short(dict.fromkeys(names))
-        experts = _short([", ".join(dict.fromkeys(short[s.name] for s in column if s)) for column in columns])
+        short = _shorten(dict.fromkeys(names))
+        experts = _shorten([", ".join(dict.fromkeys(short[s.name] for s in column if s)) for column in columns])
         labels = list(experts.values())
         filled = [[s or base for s, (base, _) in zip(column, rows, strict=True)] for column in columns]
-        embeddings, tokenizer = self.tokenizer()
+        embeddings, tokenizer = self.read_tokenizer()
         for full in sorted(short, key=len, reverse=True):
             text = text.replace(full, short[full])
         dtype = self.content.get("out_dtype") or self.content.get("dtype")
@@ -308,13 +275,18 @@ class _Reader:
             base=self.join([base for base, _ in rows]),
             experts={label: self.join(column) for label, column in zip(labels, filled, strict=True)},
             settings=RecipeParameters(
-                self.merge_method, labels, self.layers(labels, columns), parameters, seed, bool(self.based)
+                self.merge_method,
+                labels,
+                self.arrange_layers(labels, columns),
+                parameters,
+                seed,
+                bool(self.based),
             ),
             dtype=None if dtype is None else str(dtype),
             embeddings=embeddings,
             tokenizer_from=tokenizer,
             chat_template=self.chat_template(),
-            notes=self.notes(),
+            notes=self.list_notes(),
             text=text,
         )
 
@@ -326,7 +298,7 @@ class _Reader:
             raise InputError(f"{self.where}: some slices have a base_model, and some have none")
         return based == {True}
 
-    def roles(self, part: _Slice) -> tuple[_Source, list[_Source]]:
+    def split_roles(self, part: _Slice) -> tuple[_Source, list[_Source]]:
         """Of a slice what is the base, and what has parameters of its own: all models where the base is one as
         others, else all but the base."""
         names = [source.name for source in part.sources]
@@ -338,7 +310,7 @@ class _Reader:
         if not self.based or part.base is None:
             if self.merge_method not in WITHOUT_BASE:
                 raise InputError(f"{self.where}: {self.merge_method} needs a base_model")
-            return part.sources[0], self.counted(part.sources)
+            return part.sources[0], self.select_counted(part.sources)
         name, model = part.base
         own = next((source for source in part.sources if source.name == name), None)
         others = [source for source in part.sources if source is not own]
@@ -349,9 +321,9 @@ class _Reader:
             own = _Source(name, model, *next(iter(ranges)), {})
             if self.merge_method in BASE_IS_ONE_OF_ALL:
                 in_models = "models" in self.content and self.merge_method != "passthrough"
-                return own, self.counted([*others, own] if in_models else others)
+                return own, self.select_counted([*others, own] if in_models else others)
         if self.merge_method in BASE_IS_ONE_OF_ALL:
-            return own, self.counted(part.sources)
+            return own, self.select_counted(part.sources)
         if not others:
             raise InputError(f"{self.where}: no models besides the base_model")
         if self.merge_method in BASE_IS_FIRST:
@@ -360,16 +332,16 @@ class _Reader:
                     f"{self.where}: {self.merge_method} takes base_model and one other model, not {len(others)}"
                 )
             return own, [own, *others]
-        return own, self.counted(others)
+        return own, self.select_counted(others)
 
-    def counted(self, experts: list[_Source]) -> list[_Source]:
+    def select_counted(self, experts: list[_Source]) -> list[_Source]:
         wanted = NUMBERS.get(self.merge_method, len(experts))
         if len(experts) != wanted:
             models = "one model" if wanted == 1 else f"{wanted} models"
             raise InputError(f"{self.where}: {self.merge_method} takes {models}, not {len(experts)}")
         return experts
 
-    def columns(self, rows: list[list[_Source]]) -> list[list[_Source | None]]:
+    def align_columns(self, rows: list[list[_Source]]) -> list[list[_Source | None]]:
         """The experts, each with what it is in every slice; None where a slice has fewer."""
         first = {source.name for source in rows[0]}
         if all({source.name for source in row} == first for row in rows):  # whatever their order
@@ -385,9 +357,9 @@ class _Reader:
             return sources[0].model
         return Arranged(tuple(Piece(source.model, source.first, source.stop) for source in sources))
 
-    def layers(self, labels: Sequence[str], columns: list[list[_Source | None]]) -> list[LayerSlice]:
+    def arrange_layers(self, labels: Sequence[str], columns: list[list[_Source | None]]) -> list[LayerSlice]:
         """What the slices say of the result's layers; a model that is not in one has no weight there."""
-        found, first = [], 0
+        slices, first = [], 0
         for number, part in enumerate(self.slices):
             held = {label: column[number] for label, column in zip(labels, columns, strict=True)}
             by_model = {label: s.parameters if s else {"weight": 0.0} for label, s in held.items()}
@@ -395,11 +367,11 @@ class _Reader:
                 return [LayerSlice(0, -1, {}, by_model)]
             stop = first + part.sources[0].stop - part.sources[0].first
             starts = {label: s.first for label, s in held.items() if s}
-            found.append(LayerSlice(first, stop, part.parameters, by_model, starts))
+            slices.append(LayerSlice(first, stop, part.parameters, by_model, starts))
             first = stop
-        return found
+        return slices
 
-    def notes(self) -> list[str]:
+    def list_notes(self) -> list[str]:
         unused = [f"the recipe's {name} has no effect on {self.merge_method}" for name in sorted(self.unused)]
         unused += [f"the recipe's key {name} has no effect" for name in sorted(_IDLE & self.content.keys())]
         own = self.content.get("chat_template") == "auto"
@@ -416,27 +388,29 @@ class _Reader:
             )
         return str(template)
 
-    def tokenizer(self) -> tuple[str | None, str | None]:
+    def read_tokenizer(self) -> tuple[str | None, str | None]:
         wanted = self.content.get("tokenizer_source")
         if self.content.get("tokenizer") is not None:
             if wanted is not None:
                 raise InputError(f"{self.where}: give either tokenizer_source or tokenizer")
-            wanted = self.known(self.content["tokenizer"], {"source"}, "the tokenizer").get("source", "union")
+            wanted = self.check_keys(self.content["tokenizer"], {"source"}, "the tokenizer").get(
+                "source", "union"
+            )
         if wanted is None:
             return None, None
         if wanted == "base":
             return "intersect", None
         if wanted == "union":
             return "pad", None
-        source = self.model(wanted)[1]
+        source = self.read_model(wanted)[1]
         return "pad", source if isinstance(source, str) else None
 
 
-def _short(names: Iterable[str]) -> dict[str, str]:
+def _shorten(names: Iterable[str]) -> dict[str, str]:
     """The last part of each path, numbered where two have the same."""
-    found: dict[str, str] = {}
+    labels: dict[str, str] = {}
     for full in names:
         name = "+".join(Path(part).name for part in full.split("+"))
-        taken = name in found.values()
-        found[full] = f"{name}-{len(found)}" if taken else name
-    return found
+        taken = name in labels.values()
+        labels[full] = f"{name}-{len(labels)}" if taken else name
+    return labels

@@ -2,7 +2,13 @@
 
 from mergekit_lab.runs.analyses.ablations import FinetuningSteps, FisherFraction
 from mergekit_lab.runs.analyses.cloud import ExpertCloud
-from mergekit_lab.runs.analyses.contract import Analysis
+from mergekit_lab.runs.analyses.contract import (
+    Analysis,
+    Drawing,
+    compute_each,
+    experts_content,
+    part_content,
+)
 from mergekit_lab.runs.analyses.distribution import EntryDistribution
 from mergekit_lab.runs.analyses.paths import AlphaSweep, HessianPath, JointTaskLinearity, LossBarrier
 from mergekit_lab.runs.analyses.planes import Disentanglement, Landscape
@@ -15,6 +21,7 @@ __all__ = [
     "CrossTaskLinearity",
     "CurvatureGain",
     "Disentanglement",
+    "Drawing",
     "EntryDistribution",
     "ExpertCloud",
     "ExpertCount",
@@ -26,4 +33,7 @@ __all__ = [
     "LossBarrier",
     "RankSweep",
     "TaskVectors",
+    "compute_each",
+    "experts_content",
+    "part_content",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 from mergekit_lab.errors import InputError
 from mergekit_lab.ranges import require
 from mergekit_lab.runs.analyses.contract import Data, Drawing, compute_each, without
-from mergekit_lab.runs.analyses.sweeps import Sweep, best_drawing, merge_keys
+from mergekit_lab.runs.analyses.sweeps import Sweep, draw_best, merge_keys
 from mergekit_lab.runs.curvature import side_node, stage_curvature
 from mergekit_lab.runs.finetune import expert_node, stage_finetune
 from mergekit_lab.runs.run import Run
@@ -44,18 +44,18 @@ class FisherFraction(Sweep):
         fit = len(self.fractions) > 0 and all(0 < f <= 1 for f in self.fractions)
         require(fit, "analysis.fractions", self.fractions, "shares in (0, 1]")
 
-    def _labels(self, run: Run) -> list[str]:
+    def _list_labels(self, run: Run) -> list[str]:
         labels = [label for label, m in run.mergers.items() if "fisher" in m.method.side_inputs]
         if not labels:
             raise InputError("no merger of this run reads Fishers: set merger=epimer or merger=fisher")
         return labels
 
-    def _variant(self, run: Run, fraction: float) -> Run:
-        return run.variant({"curvature": {"samples": None, "fraction": fraction, "batch": self.batch}})
+    def _vary(self, run: Run, fraction: float) -> Run:
+        return run.vary({"curvature": {"samples": None, "fraction": fraction, "batch": self.batch}})
 
     def content(self, run: Run) -> dict[str, Any]:
-        labels = self._labels(run)
-        merges = [[f, merge_keys(self._variant(run, f), labels)] for f in self.fractions]
+        labels = self._list_labels(run)
+        merges = [[f, merge_keys(self._vary(run, f), labels)] for f in self.fractions]
         return self.shared_content(run, "fisher_fraction") | {"merges": merges}
 
     def compute(self, run: Run, resume: Path) -> Data:
@@ -63,9 +63,9 @@ class FisherFraction(Sweep):
 
         def compute(cell: tuple[str, float]) -> Data:
             label, fraction = cell
-            with closing(self._variant(run, fraction)) as variant:
+            with closing(self._vary(run, fraction)) as variant:
                 fishers = [variant.obtain(side_node(variant, "fisher", task)) for task in run.tasks]
-                best = self.best(variant, variant.mergers[label].method, own)
+                best = self.find_best(variant, variant.mergers[label].method, own)
             return {
                 "merger": label,
                 "fraction": fraction,
@@ -73,13 +73,13 @@ class FisherFraction(Sweep):
                 **best,
             }
 
-        cells = [(label, fraction) for label in self._labels(run) for fraction in self.fractions]
+        cells = [(label, fraction) for label in self._list_labels(run) for fraction in self.fractions]
         return {"points": list(compute_each(run, cells, compute, resume / "cells.jsonl", "Fishers").values())}
 
     def draw(self, data: Data) -> Drawing:
         points = [point | {"percent": 100 * point["fraction"]} for point in data["points"]]
         title = "Fishers from a share of the training samples"
-        return best_drawing(title, "share (%)", "percent", points, self.part, logarithmic=True)
+        return draw_best(title, "share (%)", "percent", points, self.part, logarithmic=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class FinetuningSteps(Sweep):
         fit = len(self.shares) > 0 and all(share > 0 for share in self.shares)
         require(fit, "analysis.shares", self.shares, "positive shares of training.steps")
 
-    def _variant(self, run: Run, share: float) -> Run:
+    def _vary(self, run: Run, share: float) -> Run:
         training = run.training
         if run.cfg.experts or training.epochs is not None or training.epochs_of or training.budget != "steps":
             raise InputError(
@@ -108,22 +108,22 @@ class FinetuningSteps(Sweep):
                 "epochs and no experts="
             )
         scaled = training.with_steps(max(1, round(share * training.steps)))
-        return run.variant(
+        return run.vary(
             {"training": {"steps": scaled.steps, "warmup_steps": scaled.warmup_steps}, "joint": False}
         )
 
     def content(self, run: Run) -> dict[str, Any]:
-        variants = [self._variant(run, share) for share in self.shares]
+        variants = [self._vary(run, share) for share in self.shares]
         trainings = [[{t: expert_node(v, t).key for t in v.tasks}, merge_keys(v, v.mergers)] for v in variants]
         return self.shared_content(run, "steps") | {"trainings": trainings}
 
     def compute(self, run: Run, resume: Path) -> Data:
         def compute(share: float) -> Data:
-            with closing(self._variant(run, share)) as variant:
+            with closing(self._vary(run, share)) as variant:
                 stage_finetune(variant)
                 stage_curvature(variant)
                 own = self.own(variant)
-                merged = {label: self.best(variant, m.method, own) for label, m in variant.mergers.items()}
+                merged = {label: self.find_best(variant, m.method, own) for label, m in variant.mergers.items()}
                 return {"steps": variant.training.steps, "experts": own, "mergers": merged}
 
         points = compute_each(run, self.shares, compute, resume / "cells.jsonl", "fine-tuning")

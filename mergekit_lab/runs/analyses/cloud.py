@@ -18,11 +18,11 @@ from mergekit_lab.runs.analyses.contract import (
     Drawing,
     compute_each,
     experts_content,
-    grid,
+    make_grid,
+    make_plane_panel,
     part_content,
-    plane_panel,
-    samples_of,
-    states,
+    read_states,
+    take_samples_of,
 )
 from mergekit_lab.runs.run import Run
 from mergekit_lab.tasks import Part
@@ -33,7 +33,7 @@ class ExpertCloud(Analysis):
     """Every task's loss on the plane `θ̄ + x c1 + y c2` of the experts' principal components (EpiMer, Figure 4).
 
     `θ̄` is the experts' mean, `c1` and `c2` unit vectors; axes are distances in weight space. Components and
-    coordinates come from the experts' inner products alone: on the plane every model is a sum of task vectors.
+    coordinates need only the experts' inner products: on the plane every model is a sum of task vectors.
 
     Args:
         points: of each axis.
@@ -61,12 +61,12 @@ class ExpertCloud(Analysis):
         }
 
     def compute(self, run: Run, resume: Path) -> Data:
-        ends = states(run, run.tasks)
-        shares, coordinates, explained = principal_plane(ends, run.base_state)
-        low, high = _frame(coordinates, self.margin)
-        xs, ys = (grid(a, b, self.points) for a, b in zip(low, high, strict=True))
+        ends = read_states(run, run.tasks)
+        shares, coordinates, explained = find_principal_plane(ends, run.base_state)
+        low, high = _find_frame(coordinates, self.margin)
+        xs, ys = (make_grid(a, b, self.points) for a, b in zip(low, high, strict=True))
         weights = Weights(run.model, run.base_state, ends)
-        chosen = samples_of(run, self.part, self.samples)
+        chosen = take_samples_of(run, self.part, self.samples)
 
         def compute(i: int) -> dict[str, list[float]]:
             row: dict[str, list[float]] = {task: [] for task in chosen}
@@ -90,15 +90,17 @@ class ExpertCloud(Analysis):
         (xs, ys), experts = data["axes"], data["experts"]
         points = {task: tuple(point) for task, point in experts.items()}
         total = [[sum(v) for v in zip(*rows, strict=True)] for rows in zip(*data["loss"].values(), strict=True)]
-        panels: list[Any] = [plane_panel("all tasks", total, points)]
-        panels += [plane_panel(task, values, {task: points[task]}) for task, values in data["loss"].items()]
+        panels: list[Any] = [make_plane_panel("all tasks", total, points)]
+        panels += [
+            make_plane_panel(task, values, {task: points[task]}) for task, values in data["loss"].items()
+        ]
         first, second = (f"{100 * share:.0f} %" for share in data["explained"])
         names = (f"component 1 ({first})", f"component 2 ({second})")
         options = {"alphas": xs, "others": ys, "axes_names": names}
         return Drawing(f"Loss around the cloud of experts on {self.part}", panels, options)
 
 
-def principal_plane(
+def find_principal_plane(
     ends: Mapping[str, Mapping[str, Tensor]], base: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor, list[float]]:
     """Two components as sums of task vectors, where the experts lie on them, and their shares of the variance.
@@ -126,7 +128,7 @@ def principal_plane(
     return shares.T, vectors[:, :2] * lengths, (values[:2] / values.sum()).tolist()
 
 
-def _frame(coordinates: Tensor, margin: float) -> tuple[list[float], list[float]]:
+def _find_frame(coordinates: Tensor, margin: float) -> tuple[list[float], list[float]]:
     low, high = coordinates.amin(dim=0), coordinates.amax(dim=0)
     room = margin * (high - low).clamp(min=1e-12)
     return (low - room).tolist(), (high + room).tolist()

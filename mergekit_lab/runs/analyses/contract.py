@@ -72,7 +72,7 @@ def experts_content(run: Run, tasks: Iterable[str]) -> dict[str, Any]:
     return {"base": run.base_content, "experts": {task: expert_node(run, task).key for task in tasks}}
 
 
-def states(run: Run, tasks: Iterable[str]) -> dict[str, dict[str, Tensor]]:
+def read_states(run: Run, tasks: Iterable[str]) -> dict[str, dict[str, Tensor]]:
     """The experts' weights, on the CPU."""
     return {task: load_state(run.need(expert_node(run, task))) for task in tasks}
 
@@ -104,7 +104,7 @@ def part_content(
     return content | {"part": part, "samples": samples, "seed": run.seed}
 
 
-def samples_of(
+def take_samples_of(
     run: Run, part: Part, samples: int | None, tasks: Iterable[str] | None = None
 ) -> dict[str, Sample]:
     """`sample` of each of these tasks, by default of all."""
@@ -118,7 +118,7 @@ def check_tasks(run: Run, names: Iterable[str], what: str) -> None:
             raise InputError(f"{what} names {name!r}, which is no task{suggestion(name, run.tasks)}")
 
 
-def chosen_pairs(run: Run, pairs: list[list[str]] | None) -> list[tuple[str, str]]:
+def choose_pairs(run: Run, pairs: list[list[str]] | None) -> list[tuple[str, str]]:
     """The pairs that were asked for, by default the first two tasks.
 
     Raises:
@@ -129,21 +129,21 @@ def chosen_pairs(run: Run, pairs: list[list[str]] | None) -> list[tuple[str, str
         rule = "a list of pairs, each a list of two tasks: [[a,b],…]; or null"
         require(shaped, "analysis.pairs", pairs, rule)
     given = [tuple(run.tasks)[:2]] if pairs is None else [tuple(pair) for pair in pairs]
-    found = []
+    chosen = []
     for pair in given:
         check_tasks(run, pair, "analysis.pairs")
         if len(pair) != 2 or pair[0] == pair[1]:
             raise InputError(f"analysis.pairs has {list(pair)}; a pair is two different tasks")
-        found.append((pair[0], pair[1]))
-    return found
+        chosen.append((pair[0], pair[1]))
+    return chosen
 
 
-def every_pair(names: Iterable[str]) -> list[tuple[str, str]]:
+def list_pairs(names: Iterable[str]) -> list[tuple[str, str]]:
     """All pairs of different names, in their order."""
     return list(combinations(names, 2))
 
 
-def grid(low: float, high: float, points: int) -> list[float]:
+def make_grid(low: float, high: float, points: int) -> list[float]:
     """`points` equidistant values from `low` to `high`.
 
     Raises:
@@ -156,10 +156,10 @@ def grid(low: float, high: float, points: int) -> list[float]:
     return [low + (high - low) * i / (points - 1) for i in range(points)]
 
 
-def normalized(
+def normalize_mean(
     values: Mapping[str, Sequence[float]], own: Mapping[str, float]
 ) -> tuple[list[float], list[str]]:
-    """The mean over tasks of `value / expert's value` at each of A places, and the tasks it leaves out.
+    """The mean over tasks of `value / expert's value` at each of A points, and the tasks it leaves out.
 
     As in a record, a task whose expert does not score above 0 has no such value.
 
@@ -183,7 +183,7 @@ def without(left_out: Iterable[str]) -> str:
     return f", without {listing(names)} (experts at 0)" if names else ""
 
 
-def plane_panel(
+def make_plane_panel(
     title: str, values: Sequence[Sequence[float]], points: Mapping[str, tuple[float, float]] | None = None
 ) -> Plane:
     """A panel over two coefficients, whose title counts the cells that are not finite."""

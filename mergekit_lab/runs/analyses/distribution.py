@@ -19,7 +19,7 @@ from mergekit_lab.runs.analyses.contract import (
     Drawing,
     compute_each,
     experts_content,
-    states,
+    read_states,
     subtract,
 )
 from mergekit_lab.runs.run import Run
@@ -57,7 +57,7 @@ class EntryDistribution(Analysis):
         }
 
     def compute(self, run: Run, resume: Path) -> Data:
-        ends = states(run, run.tasks)
+        ends = read_states(run, run.tasks)
         base = {name: tensor for name, tensor in run.base_state.items() if tensor.is_floating_point()}
         changed = [n for n, t in base.items() if any(not torch.equal(end[n], t) for end in ends.values())]
 
@@ -90,14 +90,14 @@ class EntryDistribution(Analysis):
             curves = {"entries": (x, entry["density"])}
             for kind in _KINDS:
                 name = f"{kind}, K–S {fits[kind]['ks_distance']:.3f}"
-                curves[name] = (x, [_density(value, kind, fits[kind]) for value in x])
+                curves[name] = (x, [_evaluate_density(value, kind, fits[kind]) for value in x])
             title = "sum of all" if label == SUM else label
             title += f", {100 * entry['share_unchanged']:.0f} % unchanged"
             panels.append(Lines(title, "change of a weight", "density", curves))
         return Drawing("Entries of task vectors", panels, {})
 
 
-def _density(x: float, kind: str, fit: Mapping[str, float]) -> float:
+def _evaluate_density(x: float, kind: str, fit: Mapping[str, float]) -> float:
     scale = fit["scale"] or 1e-300
     z = abs(x - fit["loc"]) / scale
     if kind == "laplace":

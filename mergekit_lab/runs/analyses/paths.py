@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mergekit_lab.analysis.plane import Weights, barrier, evaluate_line
+from mergekit_lab.analysis.plane import Weights, evaluate_line, measure_barrier
 from mergekit_lab.batches import to_device
 from mergekit_lab.curvature import Hessian, top_eigenvalues, trace
 from mergekit_lab.errors import InputError
@@ -16,20 +16,20 @@ from mergekit_lab.runs.analyses.contract import (
     Data,
     Drawing,
     check_tasks,
-    chosen_pairs,
+    choose_pairs,
     compute_each,
-    every_pair,
     experts_content,
-    grid,
-    normalized,
+    list_pairs,
+    make_grid,
+    normalize_mean,
     part_content,
+    read_states,
     sample,
-    samples_of,
     scores_content,
-    states,
+    take_samples_of,
     without,
 )
-from mergekit_lab.runs.analyses.sweeps import merge_keys, scaled_mergers
+from mergekit_lab.runs.analyses.sweeps import list_scaled_mergers, merge_keys
 from mergekit_lab.runs.combine import merge_experts
 from mergekit_lab.runs.merge import merged_node
 from mergekit_lab.runs.run import Run, load_state
@@ -53,21 +53,21 @@ class AlphaSweep(Analysis):
     samples: int | None = None
 
     def content(self, run: Run) -> dict[str, Any]:
-        swept = scaled_mergers(run)
+        swept = list_scaled_mergers(run)
         if not swept:
             raise InputError("no merger of this run has a coefficient to sweep: set merger=task_arithmetic")
         return {
             "analysis": "alpha_sweep",
-            "alphas": grid(self.low, self.high, self.points),
+            "alphas": make_grid(self.low, self.high, self.points),
             "mergers": merge_keys(run, swept),
             **part_content(run, self.part, self.samples),
         }
 
     def compute(self, run: Run, resume: Path) -> Data:
-        alphas = grid(self.low, self.high, self.points)
-        chosen = samples_of(run, self.part, self.samples)
+        alphas = make_grid(self.low, self.high, self.points)
+        chosen = take_samples_of(run, self.part, self.samples)
         size = run.cfg.evaluation_batch_size
-        weights = Weights(run.model, run.base_state, states(run, run.tasks))
+        weights = Weights(run.model, run.base_state, read_states(run, run.tasks))
         own = {
             task: evaluate_line(run.model, weights, task, [1.0], {task: chosen[task]}, size)[task]["value"][0]
             for task in run.tasks
@@ -78,7 +78,7 @@ class AlphaSweep(Analysis):
             weights = Weights(run.model, run.base_state, {label: unit})
             return evaluate_line(run.model, weights, label, alphas, chosen, size)
 
-        swept = compute_each(run, scaled_mergers(run), compute, resume / "cells.jsonl", "sweeping α")
+        swept = compute_each(run, list_scaled_mergers(run), compute, resume / "cells.jsonl", "sweeping α")
         return {"alphas": alphas, "experts": own, "mergers": swept}
 
     def draw(self, data: Data) -> Drawing:
@@ -90,7 +90,7 @@ class AlphaSweep(Analysis):
         left_out: list[str] = []
         for label, tasks in data["mergers"].items():
             values = {t: scores["value"] for t, scores in tasks.items()}
-            shares, left_out = normalized(values, data["experts"])
+            shares, left_out = normalize_mean(values, data["experts"])
             curves[label] = (alphas, [100 * share for share in shares])
         panels: list[Any] = [
             Lines(f"all tasks{without(left_out)}", "α", "value (% of the experts')", curves, mergers=True)
@@ -128,21 +128,21 @@ class LossBarrier(Analysis):
     def content(self, run: Run) -> dict[str, Any]:
         return {
             "analysis": "barrier",
-            "shares": grid(0.0, 1.0, self.points),
+            "shares": make_grid(0.0, 1.0, self.points),
             "merged": merged_node(run, self._label(run)).key,
             **part_content(run, self.part, self.samples),
             **experts_content(run, run.tasks),
         }
 
     def compute(self, run: Run, resume: Path) -> Data:
-        label, shares = self._label(run), grid(0.0, 1.0, self.points)
+        label, shares = self._label(run), make_grid(0.0, 1.0, self.points)
         start = load_state(run.need(merged_node(run, label)))
 
         def compute(task: str) -> Any:
-            weights = Weights(run.model, start, states(run, [task]))
-            chosen = samples_of(run, self.part, self.samples, [task])
+            weights = Weights(run.model, start, read_states(run, [task]))
+            chosen = take_samples_of(run, self.part, self.samples, [task])
             curve = evaluate_line(run.model, weights, task, shares, chosen, run.cfg.evaluation_batch_size)[task]
-            return {**curve, "barrier": barrier(curve["loss"], shares)}
+            return {**curve, "barrier": measure_barrier(curve["loss"], shares)}
 
         tasks = compute_each(run, run.tasks, compute, resume / "cells.jsonl", "between models")
         return {"merger": label, "shares": shares, "tasks": tasks}
@@ -185,16 +185,16 @@ class HessianPath(Analysis):
         chosen = self.tasks is None or (isinstance(self.tasks, list | tuple) and len(self.tasks) > 0)
         require(chosen, "analysis.tasks", self.tasks, "a list of at least one task, or null")
 
-    def _tasks(self, run: Run) -> list[str]:
+    def _list_tasks(self, run: Run) -> list[str]:
         names = list(run.tasks) if self.tasks is None else self.tasks
         check_tasks(run, names, "analysis.tasks")
         return names
 
     def content(self, run: Run) -> dict[str, Any]:
-        names = self._tasks(run)
+        names = self._list_tasks(run)
         return {
             "analysis": "hessian",
-            "shares": grid(0.0, 1.0, self.points),
+            "shares": make_grid(0.0, 1.0, self.points),
             "samples": self.samples,
             "lanczos": [self.iterations, self.tolerance],
             "products": self.products,
@@ -204,8 +204,8 @@ class HessianPath(Analysis):
         }
 
     def compute(self, run: Run, resume: Path) -> Data:
-        names, shares = self._tasks(run), grid(0.0, 1.0, self.points)
-        weights = Weights(run.model, run.base_state, states(run, names))
+        names, shares = self._list_tasks(run), make_grid(0.0, 1.0, self.points)
+        weights = Weights(run.model, run.base_state, read_states(run, names))
 
         def compute(cell: tuple[str, float]) -> Data:
             task, at = cell
@@ -222,7 +222,7 @@ class HessianPath(Analysis):
         batches = [to_device(objective.batch("train", index), run.device) for index in chosen.index.split(64)]
         hessian = Hessian(objective.with_head(run.model), batches, causal=objective.causal)
         top = top_eigenvalues(
-            hessian, hessian.vector(run.seed), iterations=self.iterations, tolerance=self.tolerance
+            hessian, hessian.draw_vector(run.seed), iterations=self.iterations, tolerance=self.tolerance
         )
         point: Data = {
             "eigenvalue": top.values[0],
@@ -231,7 +231,7 @@ class HessianPath(Analysis):
             "iterations": top.iterations,
         }
         if self.products:
-            estimate = trace(hessian, hessian.vector(), products=self.products, seed=run.seed)
+            estimate = trace(hessian, hessian.draw_vector(), products=self.products, seed=run.seed)
             point |= {"trace": estimate.value, "trace_error": estimate.standard_error}
         return point
 
@@ -279,8 +279,8 @@ class JointTaskLinearity(Analysis):
     part: Part = "validation"
     samples: int | None = None
 
-    def _pairs(self, run: Run) -> list[tuple[str, str]]:
-        pairs = every_pair(run.tasks) if self.pairs is None else chosen_pairs(run, self.pairs)
+    def _list_pairs(self, run: Run) -> list[tuple[str, str]]:
+        pairs = list_pairs(run.tasks) if self.pairs is None else choose_pairs(run, self.pairs)
         if not pairs:
             raise InputError("joint-task linearity needs two tasks")
         return pairs
@@ -288,18 +288,18 @@ class JointTaskLinearity(Analysis):
     def content(self, run: Run) -> dict[str, Any]:
         return {
             "analysis": "jtl",
-            "pairs": self._pairs(run),
-            "alphas": grid(0.0, 1.0, self.points),
+            "pairs": self._list_pairs(run),
+            "alphas": make_grid(0.0, 1.0, self.points),
             **part_content(run, self.part, self.samples),
             **experts_content(run, run.tasks),
         }
 
     def compute(self, run: Run, resume: Path) -> Data:
-        alphas, size = grid(0.0, 1.0, self.points), run.cfg.evaluation_batch_size
-        weights = Weights(run.model, run.base_state, states(run, run.tasks))
+        alphas, size = make_grid(0.0, 1.0, self.points), run.cfg.evaluation_batch_size
+        weights = Weights(run.model, run.base_state, read_states(run, run.tasks))
 
         def compute(pair: tuple[str, str]) -> Data:
-            chosen = samples_of(run, self.part, self.samples, pair).values()
+            chosen = take_samples_of(run, self.part, self.samples, pair).values()
             losses = []
             for alpha in alphas:
                 weights.move({pair[0]: alpha, pair[1]: 1 - alpha})
@@ -308,7 +308,7 @@ class JointTaskLinearity(Analysis):
             above = [loss - flat for loss, flat in zip(losses, straight, strict=True)]
             return {"pair": list(pair), "loss": losses, "delta": above}
 
-        pairs = compute_each(run, self._pairs(run), compute, resume / "cells.jsonl", "between experts")
+        pairs = compute_each(run, self._list_pairs(run), compute, resume / "cells.jsonl", "between experts")
         return {"alphas": alphas, "pairs": list(pairs.values())}
 
     def draw(self, data: Data) -> Drawing:

@@ -15,14 +15,14 @@ from mergekit_lab.runs.analyses.contract import (
     Analysis,
     Data,
     Drawing,
-    chosen_pairs,
+    choose_pairs,
     compute_each,
     experts_content,
-    grid,
+    make_grid,
+    make_plane_panel,
     part_content,
-    plane_panel,
-    samples_of,
-    states,
+    read_states,
+    take_samples_of,
 )
 from mergekit_lab.runs.run import Run
 from mergekit_lab.tasks import Part
@@ -62,14 +62,14 @@ class _OnPlane(Analysis):
             require(fit, "analysis.box", self.box, "[low, high] with numbers low < high, or null")
 
     def content(self, run: Run) -> dict[str, Any]:
-        pairs = chosen_pairs(run, self.pairs)
+        pairs = choose_pairs(run, self.pairs)
         used = dict.fromkeys(task for pair in pairs for task in pair)
         everything = self.tasks == "all" or self.others != 0
         names = list(run.tasks) if everything else list(used)
         return {
             "analysis": "plane",
             "pairs": pairs,
-            "alphas": grid(self.low, self.high, self.points),
+            "alphas": make_grid(self.low, self.high, self.points),
             "others": self.others,
             "tasks": self.tasks,
             **part_content(run, self.part, self.samples, names),
@@ -78,9 +78,9 @@ class _OnPlane(Analysis):
 
     def compute(self, run: Run, resume: Path) -> Data:
         content = self.content(run)
-        ends = states(run, content["experts"])
+        ends = read_states(run, content["experts"])
         weights = Weights(run.model, run.base_state, ends)
-        chosen = samples_of(run, self.part, self.samples, content["data"])
+        chosen = take_samples_of(run, self.part, self.samples, content["data"])
         pairs = []
         for pair in content["pairs"]:
             others = {task: self.others for task in ends if task not in pair and self.others}
@@ -90,12 +90,14 @@ class _OnPlane(Analysis):
                 others=others, batch_size=run.cfg.evaluation_batch_size,
             )  # fmt: skip
             file = resume / f"{pair[0]}+{pair[1]}.jsonl"
-            rows = self._rows(run, compute, file, " + ".join(pair))
+            rows = self._compute_rows(run, compute, file, " + ".join(pair))
             measures = {name: [row[name] for row in rows] for name in rows[0]}
             pairs.append({"pair": list(pair), "measures": measures})
         return {"alphas": content["alphas"], "pairs": pairs}
 
-    def _rows(self, run: Run, compute: Callable[..., Iterator[Row]], file: Path, title: str) -> list[Row]:
+    def _compute_rows(
+        self, run: Run, compute: Callable[..., Iterator[Row]], file: Path, title: str
+    ) -> list[Row]:
         """All rows of a plane; those that an earlier try left are not computed again."""
         rows: Iterator[Row] | None = None
 
@@ -106,7 +108,7 @@ class _OnPlane(Analysis):
 
         return list(compute_each(run, range(self.points), next_row, file, title).values())
 
-    def _drawing(self, title: str, data: Data, panels: list[Any]) -> Drawing:
+    def _make_drawing(self, title: str, data: Data, panels: list[Any]) -> Drawing:
         names = data["pairs"][0]["pair"] if len(data["pairs"]) == 1 else ["first", "second"]
         box = None if self.box is None else (self.box[0], self.box[1])
         options = {"alphas": data["alphas"], "axes_names": tuple(f"α of {name}" for name in names), "box": box}
@@ -126,10 +128,12 @@ class Landscape(_OnPlane):
             joint = [
                 [sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*losses.values(), strict=True)
             ]
-            panels.append(plane_panel(f"joint loss, {first} + {second}", joint, points))
+            panels.append(make_plane_panel(f"joint loss, {first} + {second}", joint, points))
             if len(data["pairs"]) == 1:
-                panels += [plane_panel(f"loss of {task}", values, points) for task, values in losses.items()]
-        return self._drawing("Loss landscape of task vectors", data, panels)
+                panels += [
+                    make_plane_panel(f"loss of {task}", values, points) for task, values in losses.items()
+                ]
+        return self._make_drawing("Loss landscape of task vectors", data, panels)
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,6 @@ class Disentanglement(_OnPlane):
         panels: list[Any] = []
         for entry in data["pairs"]:
             percent = [[50 * value for value in row] for row in entry["measures"]["xi"]]
-            panels.append(plane_panel(f"{entry['pair'][0]} + {entry['pair'][1]}", percent))
+            panels.append(make_plane_panel(f"{entry['pair'][0]} + {entry['pair'][1]}", percent))
         kind = "ξ" if not self.others else f"ξ, other experts at {self.others:g}"
-        return self._drawing(f"Disentanglement error {kind} (% of predictions)", data, panels)
+        return self._make_drawing(f"Disentanglement error {kind} (% of predictions)", data, panels)

@@ -21,16 +21,16 @@ from mergekit_lab.runs.analyses.contract import (
     Drawing,
     compute_each,
     experts_content,
-    normalized,
+    normalize_mean,
     part_content,
-    samples_of,
-    states,
+    read_states,
+    take_samples_of,
     without,
 )
 from mergekit_lab.runs.combine import merge_content, merge_experts
 from mergekit_lab.runs.mergers import Merger
 from mergekit_lab.runs.run import Run
-from mergekit_lab.store import content_key
+from mergekit_lab.store import make_key
 from mergekit_lab.tasks import Part
 
 _FLAT = 1e6
@@ -57,7 +57,7 @@ class Sweep(Analysis):
         require(fit, "analysis.coefficients", self.coefficients, "finite numbers, at least one")
 
     def shared_content(self, run: Run, name: str) -> dict[str, Any]:
-        """What decides numbers besides what is merged."""
+        """Settings that decide numbers, besides what is merged."""
         return {
             "analysis": name,
             "coefficients": list(self.coefficients),
@@ -71,15 +71,15 @@ class Sweep(Analysis):
 
     def own(self, run: Run) -> dict[str, float]:
         """Every expert's value on its own task."""
-        weights = Weights(run.model, run.base_state, states(run, run.tasks))
+        weights = Weights(run.model, run.base_state, read_states(run, run.tasks))
         size = run.cfg.evaluation_batch_size
-        chosen = samples_of(run, self.part, self.samples)
+        chosen = take_samples_of(run, self.part, self.samples)
         return {
             task: evaluate_line(run.model, weights, task, [1.0], {task: chosen[task]}, size)[task]["value"][0]
             for task in run.tasks
         }
 
-    def best(
+    def find_best(
         self,
         run: Run,
         method: Method,
@@ -99,11 +99,11 @@ class Sweep(Analysis):
         has_one = type(method).at is not Method.at
         grid = self.coefficients if has_one else (1.0,)
         unit = merge_experts(run, method.at(1.0) if has_one else method, tasks)
-        chosen = samples_of(run, self.part, self.samples, tasks)
+        chosen = take_samples_of(run, self.part, self.samples, tasks)
         weights = Weights(run.model, run.base_state, {"merged": unit})
         scores = evaluate_line(run.model, weights, "merged", grid, chosen, run.cfg.evaluation_batch_size)
         values = {t: scores[t]["value"] for t in tasks}
-        shares, left_out = normalized(values, own)
+        shares, left_out = normalize_mean(values, own)
         means = [sum(point) / len(point) for point in zip(*values.values(), strict=True)]
         criterion = means if len(left_out) == len(tasks) else shares
         top = max(range(len(grid)), key=criterion.__getitem__)
@@ -117,10 +117,10 @@ class Sweep(Analysis):
 
 def merge_keys(run: Run, labels: Iterable[str]) -> dict[str, str]:
     """What names the merges of the run's experts by these mergers, whatever their coefficients."""
-    return {label: content_key(merge_content(run, run.mergers[label])) for label in labels}
+    return {label: make_key(merge_content(run, run.mergers[label])) for label in labels}
 
 
-def scaled_mergers(run: Run) -> dict[str, Merger]:
+def list_scaled_mergers(run: Run) -> dict[str, Merger]:
     """The run's mergers that have a coefficient to vary, by label."""
     return {label: m for label, m in run.mergers.items() if m.searched or hasattr(m.method, "coefficient")}
 
@@ -141,11 +141,11 @@ class RankSweep(Sweep):
         for rank in self.ranks:
             require_whole("analysis.ranks", rank, 1)
 
-    def _mergers(self, run: Run) -> dict[str, Merger]:
+    def _list_mergers(self, run: Run) -> dict[str, Merger]:
         return {label: m for label, m in run.mergers.items() if hasattr(m.method, "rank")}
 
     def content(self, run: Run) -> dict[str, Any]:
-        return self._content(run, self._mergers(run)) | {"ranks": list(self.ranks)}
+        return self._content(run, self._list_mergers(run)) | {"ranks": list(self.ranks)}
 
     def compute(self, run: Run, resume: Path) -> Data:
         own = self.own(run)
@@ -153,14 +153,14 @@ class RankSweep(Sweep):
         def compute(cell: tuple[str, int]) -> Data:
             label, rank = cell
             method: Any = run.mergers[label].method
-            return {"merger": label, "rank": rank, **self.best(run, replace(method, rank=rank), own)}
+            return {"merger": label, "rank": rank, **self.find_best(run, replace(method, rank=rank), own)}
 
-        cells = [(label, rank) for label in self._mergers(run) for rank in self.ranks]
+        cells = [(label, rank) for label in self._list_mergers(run) for rank in self.ranks]
         points = compute_each(run, cells, compute, resume / "cells.jsonl", "sweeping ranks")
         return {"points": list(points.values())}
 
     def draw(self, data: Data) -> Drawing:
-        return best_drawing("Directions an expert keeps", "rank k", "rank", data["points"], self.part)
+        return draw_best("Directions an expert keeps", "rank k", "rank", data["points"], self.part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,10 +181,10 @@ class ExpertCount(Sweep):
         require_whole("analysis.groups", self.groups, 0)
 
     def content(self, run: Run) -> dict[str, Any]:
-        content = self._content(run, scaled_mergers(run))
+        content = self._content(run, list_scaled_mergers(run))
         return content | {"groups": self.groups, **experts_content(run, run.tasks)}
 
-    def _groups(self, run: Run) -> list[list[str]]:
+    def _list_groups(self, run: Run) -> list[list[str]]:
         names = list(run.tasks)
         generator = torch.Generator().manual_seed(run.seed)
         groups = []
@@ -205,18 +205,20 @@ class ExpertCount(Sweep):
 
         def compute(cell: tuple[str, tuple[str, ...]]) -> Data:
             label, group = cell
-            best = self.best(run, run.mergers[label].method, own, group)
+            best = self.find_best(run, run.mergers[label].method, own, group)
             return {"merger": label, "tasks": list(group), "experts": len(group), **best}
 
-        cells = [(label, tuple(group)) for label in scaled_mergers(run) for group in self._groups(run)]
+        cells = [
+            (label, tuple(group)) for label in list_scaled_mergers(run) for group in self._list_groups(run)
+        ]
         points = compute_each(run, cells, compute, resume / "cells.jsonl", "merging groups")
         return {"points": list(points.values())}
 
     def draw(self, data: Data) -> Drawing:
-        return best_drawing("Experts merged", "experts", "experts", data["points"], self.part)
+        return draw_best("Experts merged", "experts", "experts", data["points"], self.part)
 
 
-def best_drawing(
+def draw_best(
     title: str, x: str, key: str, points: list[dict[str, Any]], part: str, *, logarithmic: bool = False
 ) -> Drawing:
     """Normalized value and coefficient of every merger over `point[key]`, mean and deviation of points."""
@@ -228,13 +230,13 @@ def best_drawing(
 
     def curve(of: str, factor: float) -> dict[str, tuple[list[float], list[float]]]:
         return {
-            label: (list(points_at), [factor * _mean([p[of] for p in at]) for at in points_at.values()])
+            label: (list(points_at), [factor * _average([p[of] for p in at]) for at in points_at.values()])
             for label, points_at in values.items()
         }
 
     def spread(of: str, factor: float) -> dict[str, list[float]]:
         return {
-            label: [factor * _deviation([p[of] for p in at]) for at in points_at.values()]
+            label: [factor * _estimate_deviation([p[of] for p in at]) for at in points_at.values()]
             for label, points_at in values.items()
             if any(len(at) > 1 for at in points_at.values())
         }
@@ -263,12 +265,12 @@ def best_drawing(
     return Drawing(title, panels, {})
 
 
-def _mean(values: Sequence[float]) -> float:
+def _average(values: Sequence[float]) -> float:
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
 
 
-def _deviation(values: Sequence[float]) -> float:
+def _estimate_deviation(values: Sequence[float]) -> float:
     """The sample's; 0 of fewer than two values."""
     finite = [value for value in values if math.isfinite(value)]
     return stdev(finite) if len(finite) > 1 else 0.0
@@ -293,7 +295,7 @@ class CurvatureGain(Analysis):
     part: Part = "validation"
     samples: int | None = None
 
-    def _merger(self, run: Run) -> Merger:
+    def _find_merger(self, run: Run) -> Merger:
         known = {label: m for label, m in run.mergers.items() if isinstance(m.method, EpiMer)}
         if not known:
             raise InputError("no merger of this run is an EpiMer: set merger=epimer")
@@ -304,19 +306,19 @@ class CurvatureGain(Analysis):
         return known[label]
 
     def content(self, run: Run) -> dict[str, Any]:
-        merger = self._merger(run)
+        merger = self._find_merger(run)
         return {
             "analysis": "curvature_gain",
-            "merge": content_key(merge_content(run, merger)),
+            "merge": make_key(merge_content(run, merger)),
             "coefficient": self.coefficient,
             **part_content(run, self.part, self.samples),
         }
 
     def compute(self, run: Run, resume: Path) -> Data:
-        method = self._merger(run).method
+        method = self._find_merger(run).method
         assert isinstance(method, EpiMer)
         methods = {"curved": method, "flat": replace(method, floor=_FLAT)}
-        chosen = samples_of(run, self.part, self.samples)
+        chosen = take_samples_of(run, self.part, self.samples)
 
         def compute(name: str) -> Data:
             notes: dict[str, dict[str, Any]] = {}

@@ -22,14 +22,14 @@ from mergekit_lab.runs.analyses.contract import (
     Analysis,
     Data,
     Drawing,
-    chosen_pairs,
+    choose_pairs,
     compute_each,
-    every_pair,
     experts_content,
+    list_pairs,
     part_content,
-    samples_of,
-    states,
+    read_states,
     subtract,
+    take_samples_of,
 )
 from mergekit_lab.runs.run import Run
 from mergekit_lab.tasks import Part
@@ -65,7 +65,7 @@ class TaskVectors(Analysis):
         }
 
     def compute(self, run: Run, resume: Path) -> Data:
-        ends = states(run, run.tasks)
+        ends = read_states(run, run.tasks)
         inputs = open_inputs(run.base_state, ends, TaskArithmetic())
 
         def measure_all() -> Data:
@@ -161,14 +161,14 @@ class CrossTaskLinearity(Analysis):
     part: Part = "validation"
     samples: int | None = 256
 
-    def _pairs(self, run: Run) -> list[tuple[str, str]]:
-        pairs = every_pair(run.tasks) if self.pairs is None else chosen_pairs(run, self.pairs)
+    def _list_pairs(self, run: Run) -> list[tuple[str, str]]:
+        pairs = list_pairs(run.tasks) if self.pairs is None else choose_pairs(run, self.pairs)
         if not pairs:
             raise InputError("cross-task linearity needs two tasks")
         return pairs
 
     def content(self, run: Run) -> dict[str, Any]:
-        pairs = self._pairs(run)
+        pairs = self._list_pairs(run)
         names = list(dict.fromkeys(task for pair in pairs for task in pair))
         return {
             "analysis": "ctl",
@@ -180,11 +180,11 @@ class CrossTaskLinearity(Analysis):
         }
 
     def compute(self, run: Run, resume: Path) -> Data:
-        pairs = self._pairs(run)
+        pairs = self._list_pairs(run)
         names = list(dict.fromkeys(task for pair in pairs for task in pair))
-        weights = Weights(run.model, run.base_state, states(run, names))
+        weights = Weights(run.model, run.base_state, read_states(run, names))
         blocks = find_blocks(run.model)
-        chosen = samples_of(run, self.part, self.samples, names)
+        chosen = take_samples_of(run, self.part, self.samples, names)
 
         def compute(pair: tuple[str, str]) -> Data:
             both = [chosen[task] for task in pair]

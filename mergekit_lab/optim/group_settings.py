@@ -1,0 +1,78 @@
+"""Settings that may differ between groups of parameters."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mergekit_lab.errors import InputError, listing
+from mergekit_lab.optim.checks import require_number
+from mergekit_lab.optim.parameters import Setting
+
+
+class GroupSettings(Optimizer):
+    """An optimizer whose groups may have for themselves what `group_settings` names and the base has not."""
+
+    base: Optimizer
+    saved_attributes: ClassVar[tuple[str, ...]] = ()
+    group_settings: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Every parameter, in the order of the groups."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @property
+    def names(self) -> dict[Tensor, str]:
+        """The name of each parameter; empty if they came without names."""
+        return {
+            p: name
+            for group in self.param_groups
+            for p, name in zip(group["params"], group.get("param_names", ()), strict=False)
+        }
+
+    def refuse_group_settings(self) -> None:
+        """Raise `InputError` if a group has a setting of its own that holds for all parameters together."""
+        common = {*self.saved_attributes} - {*self.group_settings} - self.base.defaults.keys()
+        for number, group in enumerate(self.param_groups):
+            if odd := common & group.keys():
+                name, may = type(self).__name__, listing(self.group_settings) or "none of its own"
+                raise InputError(
+                    f"group {number} of the parameters has {listing(odd)}, which is one for all groups (in "
+                    f"{name} a group may have {may}): pass it to {name} itself"
+                )
+
+    def group_values(self, name: str) -> list[Any]:
+        """What each group has of a setting: its own, or this optimizer's."""
+        common: Any = getattr(self, name)
+        if name in self.base.defaults or name not in self.group_settings:
+            return [common for _ in self.param_groups]
+        return [group.get(name, common) for group in self.param_groups]
+
+    def require_number(self, name: str, minimum: float = -math.inf, maximum: float = math.inf) -> None:
+        """Raise `InputError` unless a setting is a number in range, in every group."""
+        common = getattr(self, name)
+        require_number(name, common, minimum, maximum)
+        for number, value in enumerate(self.group_values(name)):
+            if value is not common:
+                require_number(f"{name} of group {number}", value, minimum, maximum)
+
+    def setting(self, name: str, params: Sequence[Tensor], *, signed: bool = False) -> Setting:
+        """A setting of `params`: one number, or a list with one for each where groups differ.
+
+        Args:
+            name: of the attribute.
+            params: whose.
+            signed: negative where the base maximizes the loss, so that what goes up a loss goes down.
+        """
+        values = self.group_values(name)
+        if signed:
+            groups = zip(self.param_groups, values, strict=True)
+            values = [-value if group.get("maximize") else value for group, value in groups]
+        if all(value == values[0] for value in values):
+            return values[0]
+        groups = zip(self.param_groups, values, strict=True)
+        by_parameter = {p: value for group, value in groups for p in group["params"]}
+        return [by_parameter[p] for p in params]

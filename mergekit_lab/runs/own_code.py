@@ -1,0 +1,59 @@
+"""What keys say of code that is not the package's.
+
+A content holds configurations, so an edited class would be found under its old key. Classes from outside bring
+a hash of their file into it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import get_object
+
+_KNOWN = {*sys.stdlib_module_names, "mergekit_lab", "torch"}
+"""Packages whose files are in no key: the user's Python, torch and ours."""
+
+
+def code_content(*nodes: Any) -> dict[str, Any]:
+    """`{"code": {class: version}}` of the classes that these configurations name; empty if all are ours.
+
+    The version of a class from outside, and of its parents from outside, is a hash of the file it stands in. A
+    class attribute `code_version` takes the place of the hash; a class of ours that has one is listed too.
+
+    Args:
+        nodes: plain configurations; every `_target_` in them counts.
+    """
+    versions: dict[str, Any] = {}
+    for name in _list_targets(nodes):
+        versions |= _read_versions(get_object(name))
+    return {"code": versions} if versions else {}
+
+
+def _list_targets(node: Any) -> Iterator[str]:
+    if isinstance(node, Mapping):
+        if "_target_" in node:
+            yield node["_target_"]
+        node = list(node.values())
+    if isinstance(node, list | tuple):
+        for item in node:
+            yield from _list_targets(item)
+
+
+@cache
+def _read_versions(target: Any) -> dict[str, Any]:
+    """By name; read once a process, for a file that is edited later is not what this process runs."""
+    versions = {}
+    for each in inspect.getmro(target) if inspect.isclass(target) else (target,):
+        name = f"{each.__module__}.{each.__qualname__}"
+        if "code_version" in vars(each):
+            versions[name] = each.code_version
+        elif each.__module__.partition(".")[0] not in _KNOWN:
+            file = getattr(sys.modules[each.__module__], "__file__", None)
+            versions[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file else ""
+    return versions
