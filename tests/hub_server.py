@@ -165,3 +165,8 @@ def serving(root: Path, cache: Path, monkeypatch: Any, full: bool = False) -> It
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def holds(folder: Path, secret: str) -> bool:
+    """Whether any file there has it."""
+    return any(secret.encode() in path.read_bytes() for path in folder.rglob("*") if path.is_file())

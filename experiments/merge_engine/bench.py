@@ -56,6 +56,7 @@ from mergekit_lab.merging import (
     NuSLERP,
     Passthrough,
     RegMean,
+    RegMeanPlusPlus,
     TaskArithmetic,
     WeightAverage,
     merge_state_dicts,
@@ -126,6 +127,7 @@ def methods() -> dict[str, Method]:
         "model_stock": ModelStock(),
         "adamerging": AdaMerging(),
         "regmean": RegMean(),
+        "regmean_plusplus": RegMeanPlusPlus(),
         "slerp": SLERP(),
         "nuslerp": NuSLERP(),
         "nuslerp_rows": NuSLERP(along="last"),
@@ -286,7 +288,7 @@ def main() -> None:
                 "entries": sum(v.numel() for v in base.values()),
                 "method": label,
             }
-            side = {"fisher": fishers, "gram": [grams(plan)] * count} if method.side_inputs else None
+            side = {k: fishers if k == "fisher" else [grams(plan)] * count for k in method.side_inputs}
             call = partial(
                 merge_state_dicts, base, experts[:taken], method, statistics=side, device=given.device
             )

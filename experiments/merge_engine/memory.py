@@ -1,10 +1,16 @@
-"""Anonymous memory that merging a file takes on a CPU, beside the bound for matrix methods.
+"""Anonymous memory that merging a file takes on a CPU, beside the bound of the method's class.
 
     python experiments/merge_engine/memory.py --rows 4096 --columns 2048 --out results/cpu_memory.json
 
 Experts of one matrix, read from files and written to one, every method in a process of its own.
 What is measured is the peak of `RssAnon` above what the process held before, after a merge of a small matrix;
-files that are mapped are not in it. The bound is `3 (T + 2)` times the largest tensor in float32.
+files that are mapped are not in it. Ends with an error that names the methods above their bounds:
+
+- methods that work in blocks: two results, eight blocks an expert and four more for every thread, and the
+  counters of TIES;
+- others: `3 (T + 2)` times the largest matrix that is made, in float32. That is the tensor. Of CAT, KnOTS and
+  Core Space it may be the square of its outputs, or the outputs times what the experts' inputs span of them.
+  Of blocks under 32 MiB glibc keeps up to 64 MiB for reuse, which come on top.
 """
 
 from __future__ import annotations
@@ -26,6 +32,9 @@ from torch import Tensor
 
 import mergekit_lab
 from mergekit_lab.checkpoints import write_tensors
+from mergekit_lab.merging import CAT, TIES, Method
+from mergekit_lab.merging.blocks import CPU_BLOCK
+from mergekit_lab.merging.subspace import SubspaceMethod
 
 NAME = "layers.0.mlp.up_proj.weight"
 
@@ -56,9 +65,29 @@ def make(folder: Path, rows: int, columns: int, experts: int, dtype: torch.dtype
 def merge(folder: Path, label: str) -> None:
     method = methods()[label]
     count = FEWER.get(label, len(list(folder.glob("expert?"))))
-    sides = {kind: [folder / f"{kind}{n}" for n in range(count)] for kind in method.side_inputs}
+    sides = {
+        kind: [folder / f"{kind.removeprefix('chained_')}{n}" for n in range(count)]
+        for kind in method.side_inputs
+    }
     experts = [folder / f"expert{number}" for number in range(count)]
     mergekit_lab.merge(folder / "base", experts, folder / f"merged_{label}", method, statistics=sides)
+
+
+def bound(method: Method, rows: int, columns: int, experts: int, dtype: torch.dtype) -> int:
+    """In MB; see above."""
+    if method.elementwise:
+        threads = torch.get_num_threads()
+        counters = (2 << 23) * threads * experts if isinstance(getattr(method, "inner", method), TIES) else 0
+        blocks = threads * 4 * CPU_BLOCK * (8 * experts + 4)
+        return round((2 * rows * columns * dtype.itemsize + blocks + counters) / 1e6)
+    largest = rows * columns
+    if isinstance(method, CAT | SubspaceMethod):
+        sides = ((rows, experts * columns), (columns, experts * rows))
+        largest = max(largest, *(side * min(side, others) for side, others in sides))
+    return round((3 * (experts + 2) * largest * 4 + _KEPT) / 1e6)
+
+
+_KEPT = 64 << 20
 
 
 def measure(small: Path, large: Path, label: str, told: Any) -> None:
@@ -90,13 +119,13 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=2048)
     parser.add_argument("--experts", type=int, default=4)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--methods", nargs="+", default=[m for m in methods() if m != "adamerging"])
+    parser.add_argument("--methods", nargs="+", default=list(methods()))
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     found = {
         "date": str(date.today()), "torch": torch.__version__, "experts": given.experts,
-        "matrix": [given.rows, given.columns], "dtype": given.dtype,
-        "bound_mb": round(3 * (given.experts + 2) * given.rows * given.columns * 4 / 1e6), "rows": [],
+        "threads": torch.get_num_threads(), "matrix": [given.rows, given.columns], "dtype": given.dtype,
+        "rows": [],
     }  # fmt: skip
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as place:
@@ -111,11 +140,16 @@ def main() -> None:
             process.join()
             if process.exitcode:
                 raise SystemExit(f"{label} ended with {process.exitcode}")
-            found["rows"].append(told.get(timeout=10))
+            method, count = methods()[label], FEWER.get(label, given.experts)
+            limit = bound(method, given.rows, given.columns, count, dtype)
+            found["rows"].append(told.get(timeout=10) | {"experts": count, "bound_mb": limit})
             (large / f"merged_{label}").rename(large / "spent")
             shutil.rmtree(large / "spent")
             print(found["rows"][-1], flush=True)
             given.out.write_text(json.dumps(found, indent=1) + "\n")
+    above = [row["method"] for row in found["rows"] if row["peak_mb"] > row["bound_mb"]]
+    if above:
+        raise SystemExit(f"above the bound: {', '.join(above)}")
 
 
 if __name__ == "__main__":

@@ -176,7 +176,12 @@ def load_model(source: str, kind: str, dtype: str) -> Any:
     """Load a model of transformers on the CPU, in evaluation mode. The last one is cached, because copies are
     made in turn.
     """
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import (
+        MODEL_FOR_MASKED_LM_MAPPING,
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForSeq2SeqLM,
+    )
 
     origin = find_model(source)
     loaders = {"causal": AutoModelForCausalLM, "seq2seq": AutoModelForSeq2SeqLM, "encoder": AutoModel}
@@ -192,6 +197,12 @@ def load_model(source: str, kind: str, dtype: str) -> Any:
             raise InputError(
                 f"{origin.label} does not load as a {kind} model: {str(error).splitlines()[0]}"
             ) from None
+    encodes = type(model.config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(model.config, "is_decoder", 1)
+    if kind == "causal" and encodes:
+        raise InputError(
+            f"{origin.label} is an encoder, which sees the text that it would have to continue: set "
+            "backbone=hf_encoder"
+        )
     return model.eval()
 
 

@@ -62,6 +62,7 @@ class Prepared:
         vocabulary: rows of the embedding, where they are not the base's.
         tokenizer: the folder that the tokenizer comes from.
         tokenizer_source: what the card calls that.
+        chat_template: in Jinja, in place of the tokenizer's own.
         origin, opened: the same as they were opened, before their vocabularies were made one.
         base_source, sources: what the card calls each input.
         notes: what was done to the inputs.
@@ -84,6 +85,7 @@ class Prepared:
     vocabulary: int | None
     tokenizer: Path | None
     tokenizer_source: str
+    chat_template: str | None
     base_source: str
     sources: Mapping[str, str]
     notes: Sequence[str]

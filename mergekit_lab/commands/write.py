@@ -221,6 +221,8 @@ def plan_files_beside(prepared: Prepared, format: str) -> dict[str, Path | str]:
         files |= plan_tokenizer_files(prepared.tokenizer)
         if prepared.tokenizer != prepared.base.folder:
             files = follow_tokenizer(prepared.tokenizer, files)
+    if prepared.chat_template is not None:
+        files["chat_template.jinja"] = prepared.chat_template
     return files
 
 

@@ -80,25 +80,28 @@ class CAT(ScaledMethod):
         total = torch.zeros_like(deltas[0], dtype=torch.float64)
         bases = [self._find_conflicts(k, deltas, grams) for k in range(len(deltas))]
         for i, delta in enumerate(deltas):
-            kept = delta.double()
+            kept = delta.to(torch.float64, copy=True)
             for k in _list_others(i, deltas):
-                kept = kept - bases[k] @ (bases[k].mT @ kept)
+                kept.addmm_(bases[k], bases[k].mT @ kept, alpha=-1)
             total += kept
+            del kept
         return total
 
     def _find_conflicts(self, k: int, deltas: Tensor, grams: Tensor) -> Tensor:
         """`B_k` `[out, c]`, in the span of the others' outputs, which may be fewer than all."""
         outputs, inputs = deltas.shape[1:]
-        others = [deltas[i].double() for i in _list_others(k, deltas)]
+        others = [deltas[i] for i in _list_others(k, deltas)]
         span: Tensor | None = None
         if outputs > inputs * len(others) > 0:
-            span, triangle = torch.linalg.qr(torch.cat(others, dim=1))
+            span, triangle = torch.linalg.qr(torch.cat(others, dim=1).double())
             others = list(triangle.split(inputs, dim=1))
             outputs = len(triangle)
         conflict = torch.zeros(outputs, outputs, dtype=torch.float64, device=deltas.device)
         for i, delta in zip(_list_others(k, deltas), others, strict=True):
             gram = grams[k].double() - self.penalty * grams[i].double()
-            conflict.addmm_(delta @ gram, delta.mT)
+            wide = delta.double()
+            conflict.addmm_(wide @ gram, wide.mT)
+            del gram, wide
         values, vectors = torch.linalg.eigh(conflict)
         top = vectors[:, -self.rank :][:, values[-self.rank :] > 0].clone()
         return top if span is None else span @ top

@@ -55,6 +55,7 @@ class CoreSpace(SubspaceMethod):
             factors = change if isinstance(change, LowRankChange) else self._factorize(change)
             left.add(factors.b)
             right.add(factors.a.mT)
+            del change, factors  # they are as large as the matrix
         return MatrixBasis(left.find()[0], right.find()[0])
 
     def _factorize(self, change: Tensor) -> LowRankChange:

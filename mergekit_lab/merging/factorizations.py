@@ -49,14 +49,14 @@ def _solve_each(matrices: Tensor, rank: int, overwrite: bool = False) -> tuple[T
     s = matrices.new_empty(batch, rank, dtype=torch.float64)
     for i, matrix in enumerate(matrices):
         if m < n:
-            v[i], s[i], u[i] = _solve_one(matrix.mT, rank, overwrite)
+            v[i], s[i], u[i] = solve_one(matrix.mT, rank, overwrite)
         else:
-            u[i], s[i], v[i] = _solve_one(matrix, rank, overwrite)
+            u[i], s[i], v[i] = solve_one(matrix, rank, overwrite)
     return u, s, v
 
 
-def _solve_one(matrix: Tensor, rank: int, overwrite: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one matrix `[m, n]`, `m ≥ n`."""
+def solve_one(matrix: Tensor, rank: int, overwrite: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """The `rank` largest singular triplets of one matrix `[m, n]`, `m ≥ n`, by LAPACK in float64."""
     triangle = _Triangle(matrix, overwrite)
     u, s, v = svd(triangle.factor)
     return triangle.expand_back(u[:, :rank]), s[:rank], v[:, :rank]

@@ -55,6 +55,7 @@ class KnOTS(SubspaceMethod):
                 columns.add(change.b @ torch.linalg.qr(change.a.mT, mode="r").R.mT)
             else:
                 columns.add(change)
+            del change  # it is as large as the matrix
         left, sizes = columns.find()
         kept = sizes > self.tolerance
         return MatrixBasis(left[:, kept], scales=sizes[kept] if self.preset == "paper" else None)

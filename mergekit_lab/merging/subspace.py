@@ -22,7 +22,7 @@ from mergekit_lab.checkpoints import Checkpoint, LowRankChange, TensorSpec, find
 from mergekit_lab.checkpoints.adapters import Folded
 from mergekit_lab.checkpoints.checkpoint import Computed
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.factorizations import solve_triplets
+from mergekit_lab.merging.factorizations import solve_one
 from mergekit_lab.merging.inputs import Inputs
 from mergekit_lab.merging.sparsified import WrappingMethod
 
@@ -102,11 +102,11 @@ class LeftDirections:
         self._rows = torch.linalg.qr(rows, mode="r").R if rows.shape[0] > rows.shape[1] else rows
 
     def find(self) -> tuple[Tensor, Tensor]:
-        """Their left singular vectors `[m, k]` and singular values `[k]`, `k` the smaller side."""
+        """Their left singular vectors `[m, k]` and singular values `[k]`, `k` the smaller side; once."""
         if self._rows is None:
             raise ValueError("no matrices")
-        u, s, _ = solve_triplets(self._rows.mT[None], len(self._rows), overwrite=True)
-        return u[0], s[0]
+        rows, self._rows = self._rows, None
+        return solve_one(rows.mT, len(rows), overwrite=True)[:2]
 
 
 class Frame:

@@ -72,6 +72,8 @@ class Record:
     """A hash of the evaluated weights alone: two experts of one file have it in common."""
     model: str | None = None
     """A checkpoint's name; None unless `kind` is "checkpoint"."""
+    chosen: str | None = None
+    """The settings of the merger that validation chose beside the coefficient, as `density=0.2`."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

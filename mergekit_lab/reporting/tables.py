@@ -94,6 +94,8 @@ class Row:
     """The largest peak on an accelerator while it was made."""
     reads_test_inputs: bool = False
     """Made with inputs of test parts, without their labels."""
+    chosen: tuple[str, ...] = ()
+    """The distinct settings that validation chose beside the coefficient."""
     close: bool = False
     """A merger that is not distinguishable from the best average of its group."""
 
@@ -327,6 +329,7 @@ def _make_row(
             summarize(of_row, needed, "normalized"),
         ),
         reads_test_inputs=any(record.reads_test_inputs for record in of_row),
+        chosen=tuple(sorted({record.chosen for record in of_row if record.chosen})),
         coefficients=tuple(sorted({r.coefficient for r in of_row if r.coefficient is not None})),
         seeds=tuple(sorted({record.seed for record in of_row})),
         evaluations=tuple(
@@ -388,6 +391,11 @@ def _write_notes(part: str, rows: Sequence[Row], metric: dict[str, str], met: Se
         notes.append(
             f"Metrics: {of_tasks}." + (f" Recorded but not shown: {', '.join(others)}." if others else "")
         )
+    notes += [
+        f"{' / '.join((*row.group, row.name))}: validation chose {chosen}."
+        for row in rows
+        for chosen in row.chosen
+    ]
     notes += note_strengths([row.average.mean for row in rows if row.kind == "expert"])
     notes += [
         f"{' / '.join((*row.group, row.name))} has only seeds {_join_numbers(row.seeds)}."

@@ -85,6 +85,7 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
         return None
     from mergekit_lab.runs.outcome import measure_outcome
     from mergekit_lab.runs.run import Run
+    from mergekit_lab.runs.search import check_patterns
     from mergekit_lab.schema.run import check, with_chosen_merger
 
     refuse_missing(cfg)
@@ -92,6 +93,7 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
     cfg = with_chosen_merger(cfg, overrides)
     run = Run(cfg, folder, choices)
     run.arguments = overrides
+    check_patterns(run)
     if cfg.dry_run:
         from mergekit_lab.runs.plan import Plan
 

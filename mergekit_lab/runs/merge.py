@@ -25,7 +25,7 @@ from mergekit_lab.merging import Method, merge_factors
 from mergekit_lab.runs.combine import merge_content, merge_experts, merge_inputs
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.learn import coefficients_node, is_learned, load_learned_method
-from mergekit_lab.runs.mergers import Merger
+from mergekit_lab.runs.mergers import Merger, say_fields
 from mergekit_lab.runs.models import PARTS, Model, read_peak_memory
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import MODEL, Run
@@ -107,9 +107,11 @@ def _track(run: Run, node: Node, artifact: Artifact) -> None:
 def _log(run: Run, node: Node, artifact: Artifact) -> None:
     label = node.unit or ""
     if node.kind == "searches":
+        chosen = say_fields(run.mergers[label].content, artifact.info.get("fields", {}))
         log.info(
-            "%s: the best of %d candidates keeps %.1f %% of the experts' accuracy on validation",
+            "%s: the best of %d candidates keeps %.1f %% of the experts' accuracy on validation%s",
             label, len(artifact.info["curve"]), 100 * artifact.info["normalized"],
+            f": {chosen}" if chosen else "",
         )  # fmt: skip
     elif node.kind == "merged":
         alpha = read_coefficient(run, run.mergers[label])

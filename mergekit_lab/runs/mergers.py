@@ -104,6 +104,22 @@ def weight_fields(content: Mapping[str, Any], weights: Mapping[str, Any]) -> dic
     return {"inner": {**inner, **weight_fields(inner, weights)}} if inner else {"weights": dict(weights)}
 
 
+def say_fields(content: Mapping[str, Any], fields: Mapping[str, Any]) -> str | None:
+    """The fields that differ from a merger's content, as overrides of it; None: none does."""
+    changed = {name: value for name, value in fields.items() if value != content.get(name)}
+    words = [
+        f"{name}.{say_fields(content[name], value)}" if name == "inner" else f"{name}={_say(value)}"
+        for name, value in changed.items()
+    ]
+    return ", ".join(words) or None
+
+
+def _say(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_say(each)}" for name, each in value.items()) + "}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def _check_weighable(label: str, method: Method, content: Mapping[str, Any], tasks: tuple[str, ...]) -> None:
     """Refuse a method whose weights cannot be searched, each candidate a merge."""
     way_out = "give it a coefficient (merger.coefficient=1, mergers.NAME.coefficient=1)"

@@ -17,11 +17,12 @@ from mergekit_lab.runs.compare import draw_cross_table
 from mergekit_lab.runs.evaluate import list_models
 from mergekit_lab.runs.finetune import expert_node, joint_node
 from mergekit_lab.runs.learn import reads_test_inputs
+from mergekit_lab.runs.mergers import say_fields
 from mergekit_lab.runs.models import Model, evaluation_node, read_metric, read_samples
 from mergekit_lab.runs.origin import describe_origin
 from mergekit_lab.runs.published import set_published_beside
 from mergekit_lab.runs.run import MODEL, Run
-from mergekit_lab.runs.search import read_coefficient, search_node
+from mergekit_lab.runs.search import read_coefficient, read_fields, search_node
 from mergekit_lab.runs.train import CURVE
 from mergekit_lab.store import Artifact
 
@@ -130,6 +131,7 @@ def _record(
         evaluation_key=artifact.key,
         reused=artifact.key not in run.made,
         reads_test_inputs=reads_test_inputs(model.merger) if model.merger else None,
+        chosen=say_fields(model.merger.content, read_fields(run, model.merger)) if model.merger else None,
         **_read_cost(run, model),
     )
 

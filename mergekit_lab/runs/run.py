@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
-from mergekit_lab.backbones import Backbone, Objective, Parametrization
+from mergekit_lab.backbones import Backbone, LanguageModel, Objective, Parametrization
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.compiled import compile_model
 from mergekit_lab.errors import InputError, suggestion
@@ -142,6 +142,11 @@ class Run:
         if not self.tasks:
             raise InputError("the suite has no tasks")
         check_scoring(self.cfg, self.learned)
+        if self.has_harness and not isinstance(self.backbone, LanguageModel):
+            raise InputError(
+                "lm-evaluation-harness asks models that continue a text, and this backbone is a "
+                f"{type(self.backbone).__name__}: set backbone=hf_causal, or hf_seq2seq for encoder-decoders"
+            )
         for task in self.tasks.values():
             self.backbone.check(task)
         check_task_names(list(self.tasks), self.cfg.optimizer_of, self.training.epochs_of or {})

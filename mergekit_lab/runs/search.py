@@ -19,6 +19,8 @@ from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.evaluation import Candidate, choose_best, score, search_cma_es, search_grid, search_halving
 from mergekit_lab.evaluation.search import Score
 from mergekit_lab.merging import merge_state_dicts
+from mergekit_lab.merging.inputs import select_tensors
+from mergekit_lab.ranges import require
 from mergekit_lab.runs.combine import merge_content, merge_experts, merge_inputs
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.mergers import Merger, weight_fields
@@ -38,6 +40,27 @@ def search_node(run: Run, label: str) -> Node:
         make=lambda workspace: _search(run, merger, workspace),
         needs=merge_inputs(run, merger),
     )  # fmt: skip
+
+
+def check_patterns(run: Run) -> None:
+    """Refuse, before anything is trained, patterns that match none of the base's tensors that are merged.
+
+    Raises:
+        InputError: one of `search.layers`, or of a merger's weights.
+    """
+    layers = run.search.layers if any(merger.searched for merger in run.mergers.values()) else None
+    by_tensor = [merger.method for merger in run.mergers.values() if merger.method.weights_by_tensor]
+    if not (layers or by_tensor):
+        return
+    base = open_checkpoint(run.base_state, "the base")
+    names = select_tensors(base.specs, base.find_ties(), None, ())
+    for method in by_tensor:
+        method.check_tensors(names)
+    for pattern in layers or ():
+        require(
+            any(fnmatchcase(name, pattern) for name in names),
+            "a pattern of search.layers", pattern, "one that matches a tensor that is merged",
+        )  # fmt: skip
 
 
 def _search_content(run: Run, merger: Merger) -> dict[str, Any]:

@@ -259,7 +259,9 @@ def test_lora_on_a_language_model_learns_and_folds_into_the_bases_names(folders,
         torch.testing.assert_close(objective.loss(plain, batch), objective.loss(model, batch))
 
 
-def test_wrong_settings_and_tasks_are_refused_by_name(folders) -> None:
+def test_wrong_settings_and_tasks_are_refused_by_name(folders, tmp_path) -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
     from mergekit_lab.tasks import Digits, WordProblems
 
     with pytest.raises(InputError, match=r"backbone.prompt is 'caht'; did you mean 'chat'"):
@@ -278,6 +280,10 @@ def test_wrong_settings_and_tasks_are_refused_by_name(folders) -> None:
         LanguageModel(source="nowhere at all").model()
     with pytest.raises(InputError, match="does not load as a seq2seq model"):
         LanguageModel(source=str(folders["qwen2"]), kind="seq2seq", prompt="plain").model()
+    config = BertConfig(vocab_size=260, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    BertForMaskedLM(config).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"is an encoder, which sees .* backbone=hf_encoder"):
+        LanguageModel(source=str(tmp_path)).model()
 
 
 def test_the_identity_follows_the_weights_and_no_path(folders, tmp_path) -> None:

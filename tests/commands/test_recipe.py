@@ -176,6 +176,8 @@ TWO = "models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {wei
         ("[1, 2]", "not a mergekit recipe"),
         ("merge_method: ties: x", "cannot be read"),
         ("models: []", "has no merge_method"),
+        ("base_model: a\ngate_mode: random\nexperts: [{source_model: b}]", "mixtures of experts from dense"),
+        ("genome: {models: [a, b]}", "by search=evolve"),
         ("merge_method: moe\n" + TWO, "merge_method 'moe' is not supported"),
         ("merge_method: passthrough\n" + TWO, "passthrough takes one model, not 2"),
         (
@@ -437,7 +439,8 @@ def test_tokenizer_source_is_the_choice_of_a_vocabulary(folder, tmp_path) -> Non
     with pytest.raises(InputError, match="vocabularies differ"):
         merge(text)
     for source, rows in (("base", 36), ("union", 38), (f"{tmp_path}/long", 38)):
-        merge(text + f"tokenizer_source: {source}\n")
+        merge(text + f"tokenizer_source: {source}\nchat_template: '{{{{ messages }}}}'\n")
+        assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ messages }}"
         assert open_checkpoint(tmp_path / "out").specs["lm_head.weight"].shape[0] == rows
 
 

@@ -102,14 +102,21 @@ def test_a_merge_without_a_model_says_that_there_is_nothing_to_learn_from() -> N
         merge_state_dicts({"w": torch.ones(2)}, [{"w": torch.zeros(2)}], AdaMerging(learn=Learning(steps=3)))
 
 
-def test_weights_are_searched_on_validation_and_the_model_is_made_of_the_best(finished, tmp_path) -> None:
+def test_weights_are_searched_on_validation_and_the_model_is_made_of_the_best(
+    finished, tmp_path, caplog
+) -> None:
     folder, store = finished
     tiny = [each for each in TINY if not each.startswith("search.")]
     how = ["search=evolve", "search.trials=5", "search.low=0.1", "search.layers=['*ln_*','*.mlp.*']"]
-    cfg, choices = composed([*tiny, *how, f"store.root={store}", "joint=false", "merger=dare", "stage=merge"])
-    start(cfg, tmp_path, choices, how)
+    cfg, choices = composed([*tiny, *how, f"store.root={store}", "joint=false", "merger=dare"])
+    with caplog.at_level("INFO"):
+        start(cfg, tmp_path, choices, how)
     info = artifact(store, "searches")[1]["info"]
     weights = info["fields"]["inner"]["weights"]
+    words = {t: ", ".join(f"{p}: {w:.4g}" for p, w in each.items()) for t, each in weights.items()}
+    told = "inner.weights={" + ", ".join(f"{t}: {{{each}}}" for t, each in words.items()) + "}"
+    assert caplog.text.count(told) == 1
+    assert f"validation chose {told}." in (tmp_path / "summary.md").read_text()
     assert {tuple(by_pattern) for by_pattern in weights.values()} == {("*ln_*", "*.mlp.*", "*")}
     assert info["curve"][0]["fields"]["inner"]["weights"]["digits"] == dict.fromkeys(weights["digits"], 0.55)
     assert info["normalized"] == max(point["normalized"] for point in info["curve"])
@@ -124,6 +131,21 @@ def test_weights_are_searched_on_validation_and_the_model_is_made_of_the_best(fi
     method = DARE(inner=TaskArithmetic(coefficient=1.0, weights=weights))
     made = merge_state_dicts(base, experts, method)
     assert all(torch.equal(stored[name], value) for name, value in made.items())
+
+
+@pytest.mark.parametrize(
+    ("how", "of"),
+    [
+        (["search=evolve", "search.layers=['*.mlp.*','*.mpl.*']"], "search.layers"),
+        (["merger.coefficient=1", "merger.weights={digits: {*.mpl.*: 1.0}, latin: 2}"], "weights"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_refused_before_anything_is_trained(how, of: str, tmp_path) -> None:
+    tiny = [each for each in TINY if not each.startswith("search.")]
+    cfg, choices = composed([*tiny, *how, f"store.root={tmp_path}/store", "joint=false", "merger=ties"])
+    with pytest.raises(InputError, match=rf"a pattern of {of} is '\*\.mpl\.\*'; it must be one that matches"):
+        start(cfg, tmp_path, choices, how)
+    assert not (tmp_path / "store/experts").exists()
 
 
 @pytest.mark.parametrize(

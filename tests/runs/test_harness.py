@@ -131,17 +131,20 @@ def test_scores_are_those_of_the_harness_s_own_command_line(inputs, tmp_path) ->
 
 
 @beside_harness
-@pytest.mark.parametrize("how", [{"apply_chat_template": True, "num_fewshot": 1}, {"limit": 0.5}])
-def test_settings_mean_what_they_mean_to_the_harness(inputs, how) -> None:
+@pytest.mark.parametrize(
+    ("kind", "how"), [("llama", {"apply_chat_template": True, "num_fewshot": 1}), ("t5", {"limit": 0.5})]
+)
+def test_settings_and_models_mean_what_they_mean_to_the_harness(inputs, tmp_path, kind, how) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
+    folder = save_tiny(tmp_path, "t5") if kind == "t5" else inputs / "names"
     told = simple_evaluate(
-        "hf", {"pretrained": str(inputs / "names"), "dtype": "float32"}, tasks=["pick"], device="cpu",
+        "hf", {"pretrained": str(folder), "dtype": "float32"}, tasks=["pick"], device="cpu",
         task_manager=TaskManager(include_path=str(inputs / "tasks"), include_defaults=False), bootstrap_iters=0,
         **how,
     )  # fmt: skip
-    backbone = tiny_backbone(inputs / "names", "llama")
+    backbone = tiny_backbone(folder, kind)
     task = HarnessTask("pick", include_path=str(inputs / "tasks"), **how)
     ours = score_with_harness(backbone.model(), backbone.tokenizer(), task)
     assert ours.samples["acc"] == [sample["acc"] for sample in told["samples"]["pick"]]
@@ -266,6 +269,10 @@ def test_tasks_and_checkpoints_are_written_out_with_settings_of_their_own(tmp_pa
             "EMR makes a model for every expert's task",
         ),
         (["experts=[a,b]", "stage=analyze"], "analyses read"),
+        (
+            ["models=[a,b]", "backbone=hf_encoder"],
+            "asks models that continue a text, and this backbone is a TextEncoder",
+        ),
         (["models=[a,b]", "merger=average"], "models= are scored as they are: leave experts and mergers out"),
     ],
 )

@@ -13,7 +13,7 @@ import markdown_it
 import pytest
 import torch
 from composing import TINY, composed
-from hub_server import TOKEN, serving
+from hub_server import TOKEN, holds, serving
 from huggingface_hub import ModelCard
 from language import save_tiny
 
@@ -231,6 +231,7 @@ def test_an_exported_expert_of_a_language_model_loads_by_from_pretrained(tmp_pat
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     with serving(tmp_path / "hub", tmp_path / "cache", monkeypatch):
         command(tmp_path, *asked, f"store.path={tmp_path}/pushed", "store.push_to=me/stories", run_of=language)
+    assert not holds(tmp_path, TOKEN)
     pushed = tmp_path / "hub/models/me/stories"
     there, here = ({file.name for file in folder.iterdir()} for folder in (pushed, tmp_path / "pushed"))
     assert there == here - {"manifest.json"}, "which may name paths of this machine"

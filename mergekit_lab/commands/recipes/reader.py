@@ -61,10 +61,20 @@ def read_recipe(file: Path, seed: int = 0, folder: Path | None = None) -> Recipe
     for number, document in enumerate(documents or [None], start=1):
         if not isinstance(document, dict) or "merge_method" not in document:
             which = f"document {number} of recipe={file}" if len(documents) > 1 else f"recipe={file}"
-            raise InputError(f"{which} is not a mergekit recipe: it has no merge_method")
+            raise InputError(f"{which} is not a mergekit recipe: it has no merge_method{_explain(document)}")
     if len(documents) == 1:
         return _RecipeReader(documents[0], str(file), {}).read_recipe(text, seed)
     return _read_stages(documents, file, text, seed, folder)
+
+
+def _explain(document: Any) -> str:
+    """What a YAML is that other programs of mergekit read."""
+    keys = set(document) if isinstance(document, Mapping) else set()
+    if {"gate_mode", "experts"} & keys:
+        return "; mixtures of experts from dense models are not made here"
+    if "genome" in keys:
+        return "; weights are searched in a run, by search=evolve"
+    return ""
 
 
 def _read_stages(
@@ -275,6 +285,7 @@ class _RecipeReader:
             dtype=None if dtype is None else str(dtype),
             embeddings=embeddings,
             tokenizer_from=tokenizer,
+            chat_template=self.chat_template(),
             notes=self.list_notes(),
             text=text,
         )
@@ -363,10 +374,19 @@ class _RecipeReader:
     def list_notes(self) -> list[str]:
         unused = [f"the recipe's {name} has no effect on {self.merge_method}" for name in sorted(self.unused)]
         unused += [f"the recipe's key {name} has no effect" for name in sorted(_IDLE & self.content.keys())]
+        own = self.content.get("chat_template") == "auto"
+        return [*unused, *(["the recipe's chat_template is the tokenizer's own"] if own else [])]
+
+    def chat_template(self) -> str | None:
         template = self.content.get("chat_template")
-        if template not in (None, "auto"):
-            self.refuse(f"the chat_template {abbreviate(template)}")
-        return [*unused, *(["the recipe's chat_template is the tokenizer's own"] if template else [])]
+        if template in (None, "auto"):
+            return None
+        if not isinstance(template, str) or "{" not in template:
+            raise InputError(
+                f"{self.where}: the chat_template {abbreviate(template)} is not supported: give its text in "
+                "Jinja, or auto"
+            )
+        return str(template)
 
     def read_tokenizer(self) -> tuple[str | None, str | None]:
         wanted = self.content.get("tokenizer_source")

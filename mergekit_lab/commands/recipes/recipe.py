@@ -23,6 +23,7 @@ class Recipe:
         settings: where parameters come from.
         dtype: of what is written.
         embeddings, tokenizer_from: what `tokenizer_source` asks for.
+        chat_template: in Jinja; None keeps the tokenizer's own.
         notes: what of it has no effect here.
         text: the YAML as it was.
         stages: what other documents of it make first, by name, each after those that it needs.
@@ -34,6 +35,7 @@ class Recipe:
     dtype: str | None
     embeddings: str | None
     tokenizer_from: str | None
+    chat_template: str | None
     notes: Sequence[str]
     text: str
     stages: Mapping[str, Recipe] = field(default_factory=dict)
