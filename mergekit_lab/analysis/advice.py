@@ -97,8 +97,8 @@ def _advise_method(measured: Interference) -> Advice:
         "average 36.9, task arithmetic 39.6, TIES 45.6, TSV-M 56.8 ± 1.9, and EpiMer, which reads Fishers, "
         "58.9 ± 2.9 (neither is reliably ahead); seven merged, mean of six tasks, three seeds "
         "(experiments/mergopt_smollm2). On images EpiMer is ahead of TSV-M in 18 of 39 merges of two to eight "
-        "experts of AdamW, on texts in 1 of 3 (experiments/when_it_helps). Other models may differ: docs/which_to_choose.md says "
-        "how sure this is",
+        "experts of AdamW, on texts in 1 of 3 (experiments/when_it_helps). Other models may "
+        "differ: docs/which_to_choose.md says how sure this is",
     )
 
 
@@ -114,7 +114,8 @@ def _rank(measured: Interference) -> Advice:
         because=f"the {called} leading directions of a matrix hold {energy:.0f} % of its task vector (median)",
         evidence="with one direction TSV-M keeps 80.7 % of the experts' accuracy and EpiMer 78.1, with 32 (or "
         "all there are) 95.8 and 94.9 (docs/gallery.md); with eight EpiMer loses nothing on images and "
-        "2.0 points on texts, with two 4.4 ± 1.2 and 6.2 ± 0.1 (experiments/when_it_helps, three seeds). The TSV-M numbers above are at rank null",
+        "2.0 points on texts, with two 4.4 ± 1.2 and 6.2 ± 0.1 (experiments/when_it_helps, three "
+        "seeds). The TSV-M numbers above are at rank null",
     )
 
 
