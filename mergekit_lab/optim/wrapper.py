@@ -176,7 +176,7 @@ class WrappedOptimizer(GroupSettings):
         and replayed. Sets `replay`.
 
         A loop that replays first calls `plan`. It calls `prepare_step` before a replay and `count_step` after
-        it. `step` does both itself.
+        it. `step` calls `prepare_step` itself, and `update` counts.
         """
         seed, factor = torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), device=device)
         self.replay = ReplayState(torch.Generator(device), seed, factor)
