@@ -123,8 +123,8 @@ class FinetuneModule(RecordedModule):
             )
         if self.trainer.gradient_clip_val is not None:
             raise InputError(
-                f"Trainer(gradient_clip_val={self.trainer.gradient_clip_val}) has no effect here, for the "
-                "gradient that the weights follow is clipped and not that of every evaluation: leave it out, "
+                f"Trainer(gradient_clip_val={self.trainer.gradient_clip_val}) has no effect here, because only "
+                "the gradient that the base uses is clipped: leave it out, "
                 "and set training.clip_norm (FinetuneModule(clip_norm=…))"
             )
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
