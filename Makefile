@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-beside lint types docs dist pythons wheel-test sweep gallery clean
+.PHONY: help demo test test-second test-beside lint types docs dist pythons wheel-test sweep gallery clean
 
 # What is imported is compiled once, and not by every process of the tests.
 unexport PYTHONDONTWRITEBYTECODE
@@ -21,6 +21,12 @@ demo: .venv/demo  ## install, then fine-tune four experts, merge them seven ways
 test: .venv/dev  ## install what tests need, and run all of them
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 10 \
 		-m "not beside" --strict-skips
+
+test-second: .venv/dev  ## run tests of merging by another Python: SECOND=python3.13
+	$(BIN)/uv venv -q --clear --python $(SECOND) .venv/second
+	$(UV) --python .venv/second/bin/python -e ".[demo]" pytest
+	OMP_NUM_THREADS=1 .venv/second/bin/python -m pytest -q -p no:cacheprovider tests/merging/test_golden.py \
+		tests/merging/test_limits.py tests/merging/test_registry.py tests/merging/test_layouts.py
 
 test-beside: .venv/beside/ready  ## compare with mergekit and lm-eval, and sweep with Ray, in an environment that has them
 	OMP_NUM_THREADS=1 .venv/beside/bin/python -m pytest -n 2 -m beside --durations 5 --strict-skips \
