@@ -17,8 +17,9 @@ help:  ## this list
 demo: .venv/demo  ## install, then fine-tune four experts, merge them seven ways, compare
 	$(BIN)/python -m mergekit_lab +experiment=quickstart
 
+# Three processes for two cores: a fifth of the time, a test waits for a program or for a clock.
 test: .venv/dev  ## install what tests need, and run all of them
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10 \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 10 \
 		-m "not beside" --strict-skips
 
 test-beside: .venv/beside/ready  ## compare with mergekit and lm-eval, and sweep with Ray, in an environment that has them

@@ -36,7 +36,7 @@ def find_labels(batch: Batch) -> Tensor:
 
 
 def count_samples(batch: Batch) -> int:
-    """How many samples a batch has."""
+    """The number of samples in a batch."""
     return len(find_labels(batch))
 
 

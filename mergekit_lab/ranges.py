@@ -31,6 +31,8 @@ def require_positive(name: str, value: float) -> None:
     require(number and math.isfinite(value) and value > 0, name, value, "positive and finite")
 
 
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+"""The largest number of float32, in which most merges are computed."""
 FASTEST = 1e30
 """The largest learning rate: Adam's first steps divide it by a tenth and less, which float32 must hold."""
 

@@ -85,7 +85,11 @@ def load_once(repository: ConfigRepository, config_path: str) -> ConfigResult | 
     """Hydra's reading of a file, which parses every file of every composition anew."""
     key = (*(source.path for source in repository.sources), config_path)
     if key not in _loaded:
-        _loaded[key] = pickle.dumps(_load(repository, config_path))
+        loaded = _load(repository, config_path)
+        try:
+            _loaded[key] = pickle.dumps(loaded)
+        except pickle.PicklingError:  # of a plugin that Hydra has imported once more
+            return loaded
     return pickle.loads(_loaded[key])
 
 

@@ -82,9 +82,17 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
             terminalreporter.write_line(f"skipped, which fails this run: {test} ({reason})", red=True)
 
 
-_LONG = ("tests/runs", "tests/test_", "tests/reporting", "tests/commands", "tests/training")
+_FIRST = (
+    *("runs", "training/test_captured", "test_launcher", "test_notebooks", "test_demo"),
+    *("training", "commands", "reporting", "test_", "merging"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take minutes first: at the end, no process waits long for another's last file."""
-    items.sort(key=lambda item: not item.nodeid.startswith(_LONG))
+    """Files that take long first: at the end, no process waits long for another's last file."""
+
+    def rank(item: pytest.Item) -> int:
+        name = item.nodeid.removeprefix("tests/")
+        return next((place for place, start in enumerate(_FIRST) if name.startswith(start)), len(_FIRST))
+
+    items.sort(key=rank)

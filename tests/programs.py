@@ -175,6 +175,7 @@ def share_imports() -> None:
 @functools.cache
 def _server() -> tuple[socket.socket, IO[str]]:
     channel = _connect()
+    atexit.register(channel.close)
     channel.sendall(b" ")  # and no numbers of files with it
     return channel, channel.makefile()
 

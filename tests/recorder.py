@@ -53,8 +53,8 @@ def _place(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class Card:
-    """Stands in for `cuda_graphs.Card`; `graphs` are all that were recorded."""
+class GraphStream:
+    """Stands in for `cuda_graphs.GraphStream`; `graphs` are all that were recorded."""
 
     graphs: ClassVar[list[Recorder]] = []
 

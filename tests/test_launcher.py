@@ -31,7 +31,7 @@ def _version_of_the_suites():
 
 @pytest.mark.parametrize(
     ("launcher_name", "overrides"),
-    [("local", ON_THE_CPU), ("basic", COMPARISON), ("local", ON_THE_CPU + COMPARISON)],
+    [("local", ON_THE_CPU), ("basic", COMPARISON)],
 )
 class TestSweeps(LauncherTestSuite):
     pass

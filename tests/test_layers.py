@@ -39,6 +39,7 @@ ONLY_IN = {
     "open_clip": {"backbones"},
     "peft": {"backbones"},
     "transformers": {"checkpoints", "backbones", "tasks", "training"},
+    "vl_convert": {"reporting"},
     "wandb": {"reporting"},
     "wandb_workspaces": {"reporting"},
     "torchmetrics": {"tasks"},

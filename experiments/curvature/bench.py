@@ -131,14 +131,17 @@ def bench(name: str, args: argparse.Namespace) -> dict[str, object]:
         if args.compile:
             rows[f"training step, compiled, {precision}"] = run(training(torch.compile(model), x, y))
             model.zero_grad(set_to_none=True)
-            rows[f"squares of layers, {precision}"] = squares(model, args, run)
+            rows[f"squares of layers, {precision}"] = squares(
+                model, (encoder.size[0] // 32) ** 2 + 1, args, run
+            )
     return rows
 
 
-def squares(model: nn.Module, args: argparse.Namespace, run: Callable[..., dict[str, float]]) -> dict[str, Any]:
+def squares(
+    model: nn.Module, tokens: int, args: argparse.Namespace, run: Callable[..., dict[str, float]]
+) -> dict[str, Any]:
     """The squared gradients of all linear layers from inputs and output gradients: as written and compiled."""
     shapes = [tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear)]
-    tokens = (model.encoder.size[0] // 32) ** 2 + 1
 
     def write(grads: Tensor, inputs: Tensor) -> Tensor:
         return (grads.mT @ inputs).square_().sum(dim=0)

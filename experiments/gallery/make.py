@@ -108,7 +108,7 @@ def _label(pair: Sequence[str]) -> str:
 def report(g: Gallery) -> None:
     """The quickstart's own report: what the papers have as tables."""
     folder = g.run("report")
-    for name in ("mergers", "radar", "cost", "coefficients"):
+    for name in ("mergers", "shares", "cost", "coefficients"):
         g.keep(folder / f"figures/{name}.png", name)
     for optimizer in list(OPTIMIZERS)[1:]:
         g.run(f"train-{optimizer}", "stage=finetune", f"optimizer={optimizer}")

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from itertools import combinations, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from cells import (
@@ -30,73 +30,25 @@ from cells import (
     SAMPLES,
     SEEDS,
 )
+from results_by_cell import (
+    Key,
+    Line,
+    Results,
+    accuracy,
+    alignment,
+    arms_along,
+    measure_of,
+    point_of,
+    values_along,
+)
 from scipy.stats import spearmanr, t, ttest_1samp
 from study import read
 
-Line = dict[str, Any]
 FIXED_COLUMNS = tuple(f"{name} at {FIXED:g}" for name in AT_FIXED)
 TUNED_COLUMNS = ("experts", *MERGERS)
 MEASURES = ("norm", "length", "cosine", "eigenvalue", "trace", "ctl", "xi 0.4", "xi 1")
 """What may predict a gain; all but the cosine as the logarithm of the ratio to AdamW's. The length is that
 of the average's step."""
-SHOWN = (-9.0, 9.0)
-"""Points that the figure shows. What falls below: the largest ρ, and task arithmetic at 0.4."""
-DRAWN = ("average", "task_arithmetic", "task_arithmetic at 0.4", "ties", "tsvm", "epimer")
-
-
-class Key(NamedTuple):
-    """Of a line."""
-
-    world: str
-    axis: str
-    value: str
-    arm: str
-    seed: int
-
-
-class Results(dict[Key, Line]):
-    """Lines by what they are of."""
-
-    @classmethod
-    def of(cls, lines: Iterable[Line]) -> "Results":
-        """The latest good line of each cell."""
-        return cls({Key(*(line[name] for name in Key._fields)): line for line in lines if "error" not in line})
-
-    def reference(self, key: Key) -> Key:
-        """AdamW's cell that a cell is compared with; of values that AdamW does not have, the main one."""
-        alike = f"adamw, {key.arm.partition(', ')[2]}"
-        arm = alike if alike in ARMS else "adamw"
-        return key._replace(arm=arm, axis="main", value="") if key.axis == "rho" else key._replace(arm=arm)
-
-    def gain(self, key: Key, column: str) -> float | None:
-        """Of one cell; None where it or AdamW's does not have it."""
-        own, other = accuracy(self.get(key), column), accuracy(self.get(self.reference(key)), column)
-        return None if own is None or other is None else own - other
-
-    def gains(self, world: str, axis: str, value: str, arm: str, column: str) -> list[float]:
-        """Of every seed that both have, in the order of seeds."""
-        keys = [Key(world, axis, value, arm, seed) for seed in self.seeds(world, axis, value, arm)]
-        return [gain for key in keys if (gain := self.gain(key, column)) is not None]
-
-    def seeds(self, world: str, axis: str, value: str, arm: str) -> list[int]:
-        return sorted(k.seed for k in self if k[:4] == (world, axis, value, arm))
-
-    def worlds(self) -> list[str]:
-        """Those in which AdamW was measured: without it there is no gain."""
-        return list(dict.fromkeys(k.world for k in self if k[1:4] == ("main", "", "adamw")))
-
-
-def accuracy(line: Line | None, column: str) -> float | None:
-    """Per cent, mean over tasks; None where a line does not have it."""
-    if line is None:
-        return None
-    if column in ("experts", "zero_shot"):
-        values: dict[str, float] | None = {task: line[column][task] for task in line["tasks"]}
-    else:
-        name, _, fixed = column.partition(" at ")
-        merger = line["mergers"].get(name, {})
-        values = merger.get("fixed" if fixed else "accuracy")
-    return None if values is None else 100 * sum(values.values()) / len(values)
 
 
 def spread(values: Sequence[float], form: str = ".1f") -> str:
@@ -192,21 +144,6 @@ def main_tables(results: Results, world: str) -> str:
     return text + markdown(("arm", "b", *MEASURES, *MERGERS[1:]), sizes) + "\n"
 
 
-def measure_of(line: Line, name: str) -> float | None:
-    """A measure of a line, if it has it."""
-    if name == "length":
-        count = len(line["tasks"])
-        return float(line["norm"] * math.sqrt((1 + (count - 1) * line["cosine"]) / count))
-    value = line.get(name, line.get("measures", {}).get(name))
-    return float(value) if value is not None else None
-
-
-def values_along(results: Results, axis: str) -> list[tuple[str, str]]:
-    """Axis and value of the lines along an axis in its order, the main cell among them."""
-    order = [("main", "") if value is None else (axis, value) for value in ALONG[axis]]
-    return [place for place in order if any(k.axis == place[0] and k.value == place[1] for k in results)]
-
-
 def axis_tables(results: Results, axis: str) -> str:
     """Gains along an axis, and where their signs change."""
     places = values_along(results, axis)
@@ -292,6 +229,25 @@ def predictions(results: Results, world: str) -> str:
     )
 
 
+def alignment_table(results: Results) -> str:
+    """The same as a table, with rank correlations."""
+    known = alignment(results)
+    columns = ("task_arithmetic", "ties", "tsvm")
+    rows = [
+        ["/".join(filter(None, cell)), f"{points['ties'][0]:+.4f}", *(f"{points[c][1]:+.1f}" for c in columns)]
+        for cell, points in known.items()
+    ]
+    groups = {"all": list(known), "but for ρ": [cell for cell in known if cell[1] != "rho"]}
+    ranks = [
+        [f"Spearman, {name} {len(cells)}", "", *(f"{spearmanr([known[c][m] for c in cells]).statistic:+.2f}"
+         for m in columns)] for name, cells in groups.items()
+    ]  # fmt: skip
+    return (
+        "## SAM and ASAM: the cosine between task vectors\n\nHow much larger its mean is than with AdamW, and "
+        "gains in points.\n\n" + markdown(("cell", "cosine", *columns), [*rows, *ranks]) + "\n"
+    )
+
+
 def longer_steps(results: Results, world: str) -> str:
     """What the average would gain if AdamW's own step were as long as the arm's."""
     rows = []
@@ -315,25 +271,6 @@ def longer_steps(results: Results, world: str) -> str:
         + markdown(("arm", "length / AdamW's", "from length alone", "average's gain"), rows)
         + "\n"
     )
-
-
-def point_of(
-    results: Results, arm: tuple[str, str, str, str], name: str, column: str
-) -> tuple[float, float] | None:
-    """A measure's difference to AdamW's and the gain, means over seeds; None where there are none."""
-    changes, gains = [], []
-    for key in (Key(*arm, seed) for seed in results.seeds(*arm)):
-        reference = results.reference(key)
-        if reference == key or reference not in results:
-            continue
-        own, other = (measure_of(results[k], name) for k in (key, reference))
-        if own is None or other is None or (name != "cosine" and min(own, other) <= 0):
-            continue
-        gain = results.gain(key, column)
-        if gain is not None:
-            changes.append(own - other if name == "cosine" else math.log(own / other))
-            gains.append(gain)
-    return (statistics.mean(changes), statistics.mean(gains)) if gains else None
 
 
 def epimer_tables(results: Results) -> str:
@@ -385,74 +322,6 @@ def epimer_lead(line: Line) -> float | None:
     return None if None in ends else ends[0] - ends[1]  # type: ignore[operator]
 
 
-def figure(results: Results, path: Path) -> None:
-    """Gains along each axis: a column an axis, a row a merger, a line an optimizer."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    axes = {axis: places for axis in ALONG if len(places := [
-        place for place in values_along(results, axis)
-        if any(results.gains("glyphs", *place, arm, "experts") for arm in arms_along(axis))
-    ]) > 1}  # fmt: skip
-    shape = (len(DRAWN), len(axes))
-    fig, panels = plt.subplots(
-        *shape, figsize=(2.7 * shape[1], 1.6 * shape[0]), sharex="col", sharey=True, squeeze=False
-    )
-    for (column, (axis, places)), (row, merger) in product(enumerate(axes.items()), enumerate(DRAWN)):
-        panel = panels[row][column]
-        panel.axhline(0, color="black", linewidth=0.8)
-        panel.set_ylim(*SHOWN)
-        for number, arm in enumerate(arms_along(axis)):
-            gains = {x: g for x, (own, value) in enumerate(places)
-                     if (g := results.gains("glyphs", own, value, arm, merger))}  # fmt: skip
-            ends = {x + 0.1 * (number - 1): g for x, g in gains.items()}
-            line = "none" if axis == "likeness" else "-"
-            means = [statistics.mean(g) for g in ends.values()]
-            panel.plot(list(ends), means, linestyle=line, color=f"C{number}", linewidth=1)
-            for (x, g), mean in zip(ends.items(), means, strict=True):
-                error = statistics.stdev(g) if len(g) > 1 else None
-                face = "white" if error is None else f"C{number}"
-                panel.errorbar(
-                    x,
-                    mean,
-                    error,
-                    marker="o",
-                    markersize=4,
-                    color=f"C{number}",
-                    markerfacecolor=face,
-                    capsize=2,
-                )
-        names = [value or MAIN_VALUE[axis] for _, value in places]
-        panel.set_xticks(range(len(places)), names, fontsize=8, rotation=40, ha="right")
-        panel.tick_params(axis="y", labelsize=8)
-        if row == 0:
-            panel.set_title(TITLES[axis], fontsize=9)
-        if column == 0:
-            panel.set_ylabel(merger.replace("_", " "), fontsize=8)
-    arms = [arm for arm in CORE if arm != "adamw"]
-    handles = [plt.Line2D([], [], color=f"C{n}", marker="o", markersize=4, label=a) for n, a in enumerate(arms)]
-    handles.append(
-        plt.Line2D([], [], color="gray", marker="o", markerfacecolor="white", ls="", label="one seed")
-    )
-    fig.legend(handles=handles, loc="upper center", ncols=len(handles), fontsize=9, frameon=False)
-    fig.supylabel("gain over AdamW in points", fontsize=9)
-    fig.tight_layout(rect=(0, 0, 1, 0.97))
-    fig.savefig(path, dpi=90)
-
-
-TITLES = {"distance": "learning rate x steps", "base": "steps of pretraining", "tasks": "tasks merged",
-          "likeness": "four tasks", "batch": "batch", "rho": "ρ / the published"}  # fmt: skip
-MAIN_VALUE = {"distance": "2e-4 x 300", "base": "20000", "tasks": "8", "likeness": "all 8", "batch": "64",
-              "rho": "1"}  # fmt: skip
-
-
-def arms_along(axis: str) -> list[str]:
-    """Those that have cells along an axis."""
-    return list(RHOS) if axis == "rho" else [arm for arm in CORE if arm != "adamw"]
-
-
 def report(results: Results) -> str:
     """All tables."""
     axes = [axis for axis in ALONG if any(key.axis == axis for key in results)]
@@ -461,6 +330,7 @@ def report(results: Results) -> str:
         *(axis_tables(results, axis) for axis in axes),
         task_tables(results),
         *(predictions(results, world) for world in results.worlds()),
+        alignment_table(results),
         epimer_tables(results),
     ])  # fmt: skip
 
@@ -468,7 +338,8 @@ def report(results: Results) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+", help="files that study.py wrote")
-    parser.add_argument("--figure", type=Path)
+    parser.add_argument("--figure", type=Path, help="of gains along the axes")
+    parser.add_argument("--alignment", type=Path, help="figure of gains over the cosine between task vectors")
     options = parser.parse_args()
     everything = [line for path in options.results for line in read(path)]
     results = Results.of(everything)
@@ -478,8 +349,13 @@ def main() -> None:
         if "error" in line and (key := Key(*(line[name] for name in Key._fields))) not in results:
             print(f"- failed: {'/'.join(map(str, key))}: {line['error']}")
     print(report(results))
-    if options.figure:
-        figure(results, options.figure)
+    if options.figure or options.alignment:
+        from drawing import draw_alignment, draw_axes
+
+        if options.figure:
+            draw_axes(results, options.figure)
+        if options.alignment:
+            draw_alignment(results, options.alignment)
 
 
 if __name__ == "__main__":

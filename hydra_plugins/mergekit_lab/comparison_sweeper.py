@@ -143,6 +143,7 @@ class ComparisonSweeper(BasicSweeper):
     def make_runs(self, jobs: Sequence[Sequence[str]]) -> dict[int, Any]:
         """The runs by job; a job that its own check will refuse has none."""
         from mergekit_lab.errors import InputError
+        from mergekit_lab.runs.compare import check_slice
         from mergekit_lab.runs.entry import refuse_missing
         from mergekit_lab.runs.run import Run
         from mergekit_lab.runs.settle import settle
@@ -158,6 +159,7 @@ class ComparisonSweeper(BasicSweeper):
             with open_dict(config):
                 del config["hydra"]
             try:
+                check_slice(config)
                 refuse_missing(config)
                 config = settle(config)
                 check(config)

@@ -58,7 +58,7 @@ def advise(measured: Interference) -> list[Advice]:
 
 def _say_unmoved(name: str) -> Advice:
     return Advice(
-        text=f"leave {name} out, or look whether it is the right checkpoint",
+        text=f"leave {name} out, or check whether it is the right checkpoint",
         because=f"{name} equals the base: its task vector is zero",
         evidence="none needed",
     )
@@ -67,7 +67,7 @@ def _say_unmoved(name: str) -> Advice:
 def _advise_on_one(measured: Interference) -> Advice:
     (name,) = (n for n, norm in zip(measured.experts, measured.total.norms, strict=True) if norm > 0)
     return Advice(
-        text=f"nothing to merge: use {name} as it is, or give two experts or more",
+        text=f"nothing to merge: use {name} itself, or give two experts or more",
         because=f"{name} is the only expert with a task vector",
         evidence="none needed",
     )
@@ -87,18 +87,18 @@ def _advise_method(measured: Interference) -> Advice:
     cosine = float(_select_pairs(measured).mean())
     lost = 100 * float(_select_pairs(measured, measured.total.canceling).mean())
     return Advice(
-        text="merger=tsvm, its coefficient searched on validation; merger=task_arithmetic where a merge must "
-        "be cheap; no plain average",
+        text="merger=tsvm, its coefficient searched on validation; merger=task_arithmetic if merging must be "
+        "cheap; no plain average",
         because=f"{len(measured.experts)} experts with a mean cosine of {cosine:.2f} between task vectors, "
         f"which lose {lost:.0f} % of what they share to opposite signs",
         evidence="test accuracy of average / task arithmetic / TSV-M, three seeds: 73.7 / 86.0 / 91.7 on four "
         "tasks, 68.3 / 79.9 / 86.3 on eight, with coefficients of 0.4 to 0.7 and 1.4 to 1.6 "
         "(experiments/pretrain_glyph_clip: one small image backbone); experts of a language model 76.5, "
         "average 36.9, task arithmetic 39.6, TIES 45.6, TSV-M 56.8 ± 1.9, and EpiMer, which reads Fishers, "
-        "58.9 ± 2.9: no difference to rely on; seven merged, mean of six tasks, three seeds "
-        "(experiments/mergopt_smollm2). On images EpiMer is ahead of TSV-M in 9 of 23 merges of two to eight "
-        "experts of AdamW (experiments/when_it_helps). Other models may differ: docs/which_to_choose.md says "
-        "what is sure",
+        "58.9 ± 2.9 (neither is reliably ahead); seven merged, mean of six tasks, three seeds "
+        "(experiments/mergopt_smollm2). On images EpiMer is ahead of TSV-M in 18 of 39 merges of two to eight "
+        "experts of AdamW, on texts in 1 of 3 (experiments/when_it_helps). Other models may "
+        "differ: docs/which_to_choose.md says how sure this is",
     )
 
 
@@ -113,8 +113,9 @@ def _rank(measured: Interference) -> Advice:
         text="merger.rank=null: all the directions that the experts can share",
         because=f"the {called} leading directions of a matrix hold {energy:.0f} % of its task vector (median)",
         evidence="with one direction TSV-M keeps 80.7 % of the experts' accuracy and EpiMer 78.1, with 32 (or "
-        "all there are) 95.8 and 94.9 (docs/gallery.md); with eight EpiMer loses nothing in three seeds, with "
-        "two 4.4 ± 1.2 points (experiments/when_it_helps). The TSV-M numbers above are at rank null",
+        "all there are) 95.8 and 94.9 (docs/gallery.md); with eight EpiMer loses nothing on images and "
+        "2.0 points on texts, with two 4.4 ± 1.2 and 6.2 ± 0.1 (experiments/when_it_helps, three "
+        "seeds). The TSV-M numbers above are at rank null",
     )
 
 
@@ -127,11 +128,11 @@ def _advise_scales(measured: Interference) -> list[Advice]:
     factor = high / max(low, 1e-300)
     return [
         Advice(
-            text="merger.normalize=trace where Fishers are read (epimer, fisher)",
+            text="merger.normalize=trace for mergers that read Fishers (epimer, fisher)",
             because=f"the Fishers' traces differ by a factor of {factor:.1f}, and the largest decides",
             evidence="EpiMer 92.1 with normalize=trace and 68.6 without; the Fisher average 64.6 without, "
-            "below the plain average's 77.5 (README). On eight tasks and three seeds EpiMer loses 25.5 ± 1.4 "
-            "points without (experiments/when_it_helps)",
+            "below the plain average's 77.5 (README, docs/mergers.md). On eight tasks and three seeds EpiMer "
+            "loses 25.5 ± 1.4 points without (experiments/when_it_helps)",
         )
     ]
 
@@ -143,7 +144,7 @@ def _advise_norms(measured: Interference) -> list[Advice]:
         Advice(
             text=f"look at {name} first: give it a smaller weight (merger.weights) or fewer training steps",
             because=f"its task vector is {float(norm) / typical:.1f} times as long as the median one",
-            evidence="no study here yet",
+            evidence="not studied yet",
         )
         for name, norm in zip(measured.experts, norms, strict=True)
         if typical > 0 and float(norm) > _LONG * typical

@@ -25,7 +25,7 @@ from mergekit_lab.merging.inputs import Source
 
 @dataclass(frozen=True)
 class Adapter:
-    """A PEFT adapter on a model of its own, not on the base of the merge."""
+    """A PEFT adapter on another model than the base of the merge."""
 
     model: Source | Arranged
     adapter: str | Path
@@ -107,7 +107,7 @@ class Prepared:
 
 
 class FilePlan(NamedTuple):
-    """What is written, how much to a file, and what the files are called."""
+    """What is written, the sizes of files and their names."""
 
     specs: dict[str, TensorSpec]
     max_bytes: int

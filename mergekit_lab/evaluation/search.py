@@ -209,7 +209,7 @@ def search_cma_es(
         at: makes the model of a point, and gives its scores.
         turns: one for each candidate.
         low, high: the range of every number.
-        population: candidates a generation, at least 3; None takes `4 + 3 ln(size)`.
+        population: candidates per generation, at least 3; None takes `4 + 3 ln(size)`.
         seed: of the draws, 0 to 2**32 - 1.
         log: a file that keeps every point's values as JSON lines.
 

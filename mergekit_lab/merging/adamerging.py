@@ -108,7 +108,7 @@ def learn_coefficients(
     Args:
         base: `θ0`, a state dict or path.
         experts: `θ_t`: a mapping from name to state dict or path, or a list.
-        logits: the model: from a merged state dict and a batch to logits `[n, classes]`, one tensor a task.
+        logits: the model: from a merged state dict and a batch to logits `[n, classes]`, one tensor per task.
             Usually `torch.func.functional_call` on the encoder, then each task's head. It must be
             differentiable in the state dict, whose tensors are on `device`.
         batches: what to call it with; their number is the number of steps (the authors': 500 of 32 images a

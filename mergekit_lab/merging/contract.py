@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self, get_args, get_orig
 from torch import Tensor
 
 from mergekit_lab.errors import InputError, abbreviate, listing, suggestion
-from mergekit_lab.ranges import require
+from mergekit_lab.ranges import FLOAT32_MAX, require
 
 
 def _ignore_note(key: str, value: object) -> None:
@@ -175,6 +175,8 @@ class Method:
     weights: Sequence[float] | Mapping[str, float | Mapping[str, float]] | None = None
 
     side_inputs: ClassVar[tuple[str, ...]] = ()
+    """The kinds of side inputs that `merge` reads from `site.side`, such as "fisher". A run makes "fisher" and
+    "gram"."""
     elementwise: ClassVar[bool] = False
     """Whether `merge` takes flat blocks: an entry of the result depends only on that entry of the inputs and on
     the site."""
@@ -342,10 +344,7 @@ class ScaledMethod(Method):
 
 def is_finite(value: float) -> bool:
     """Whether a number is one in float32, too, in which most merges are computed."""
-    return abs(value) <= _LARGEST
-
-
-_LARGEST = (2 - 2**-23) * 2.0**127
+    return abs(value) <= FLOAT32_MAX
 
 
 def _match(patterns: Mapping[str, float], name: str, default: float) -> float:

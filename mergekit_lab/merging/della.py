@@ -6,7 +6,7 @@ divided by it, so that E[DELLA] is the inner method. `epsilon` is half the paper
 gives every tensor its old L1 norm back instead: `rescale="l1"`; its `della` merges with
 `TIES(preset="mergekit", density=1.0)` and its `della_linear` with `TaskArithmetic`.
 
-A vector is one row; a kernel `[out, in, …]` has one row an output channel (mergekit ranks along dimension 1
+A vector is one row; a kernel `[out, in, …]` has one row per output channel (mergekit ranks along dimension 1
 alone). In a row of one entry, where both codes divide 0 by 0, it stays with probability `density`. The masks
 are those of `DARE`, counted by (seed, expert, tensor, flat index): `epsilon=0` is DARE.
 """

@@ -114,7 +114,7 @@ def _find_directions(matrices: Tensor, count: int) -> Tensor:
 def narrow_gaps(deltas: Tensor, shares: Tensor, basis: Tensor, steps: int, lr: float) -> Tensor:
     """Compute `Δ` by `steps` Adam steps from 0, for a batch of matrices.
 
-    With `c = Σ c_t` and `g_t = ⟨δ_t, δ_t − Σ_s c_s δ_s⟩`, a number a row, the gradient is
+    With `c = Σ c_t` and `g_t = ⟨δ_t, δ_t − Σ_s c_s δ_s⟩`, a number per row, the gradient is
     `−2c Σ_t (g_t − c⟨δ_t, Δ⟩) δ_t`, less what of it lies in the columns of `basis`.
 
     Args:

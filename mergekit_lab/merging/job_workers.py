@@ -36,7 +36,7 @@ def _attempt(run: Job, reader: Reader, names: list[str]) -> Results:
 
 
 def run_jobs(readers: list[Reader], run: Job) -> Iterator[Results]:
-    """The jobs' results as they end. A device has one worker, or several where one cannot fill it."""
+    """The jobs' results as they end. A device has one worker, or several if one cannot keep it busy."""
     jobs = plan_jobs(readers[0])
     counts = [count_workers(each) for each in readers]
     readers = [

@@ -27,7 +27,7 @@ _MOST_EXPERTS = 88
 
 
 class _Bounds(NamedTuple):
-    """One number an expert, `[T, 1]`: bounds of magnitudes, and of balances."""
+    """One number per expert, `[T, 1]`: bounds of magnitudes, and of balances."""
 
     low: Tensor
     high: Tensor

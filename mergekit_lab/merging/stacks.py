@@ -7,7 +7,7 @@ experts' biases, or DBRX's matrices end to end, `[E·m, n]`. A method that looks
 (`Method.by_matrix`) gets the members one by one, under the names that they have in a file with a tensor for
 each expert: both layouts of a model merge to the same.
 
-A `gate_up_proj` `[E, 2·m, n]` is two matrices an expert, the gate's rows before the others'; so is an
+A `gate_up_proj` `[E, 2·m, n]` is two matrices per expert, the gate's rows before the others'; so is an
 `input_linear` that gives twice what its `output_linear` takes. Stored as `[E, n, 2·m]`, which no such file has,
 it is one: gpt-oss interleaves the two.
 """

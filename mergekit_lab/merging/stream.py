@@ -226,9 +226,9 @@ def merge_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Merge and yield one named tensor after another; see `merge_state_dicts` for the arguments.
 
-    Inputs are checked when this is called; tensors are read and merged as the iterator advances, a few ahead
-    of it. What is copied from the base comes first, then what is merged, as it is done; tied names follow
-    each other.
+    Inputs are checked when this is called; tensors are read and merged as the iterator advances, a few ahead of
+    it. Tensors copied from the base come first, then merged ones as they are finished. Tied names follow each
+    other.
     """
     inputs = open_inputs(base, experts, method, statistics, include, exclude, buffers)
     if isinstance(method, SubspaceMethod) and method.scale != 0:

@@ -60,12 +60,12 @@ def describe_as_before(state_dict: Mapping[str, Any], before: HostSettings) -> N
 
 @dataclass(frozen=True)
 class ReplayState:
-    """Where a recorded step finds what the host decides of it.
+    """The values that the host sets for a recorded step.
 
     Attributes:
-        generator: of random numbers, seeded anew for every step; a graph must register it.
-        seed: the same seed, int64, for kernels of our own.
-        factor: on what the step adds or mixes, a tensor without dimensions.
+        generator: random numbers, seeded anew for every step. A graph must register it.
+        seed: the same seed, int64, for our kernels.
+        factor: multiplies what the step adds or mixes; a 0-d tensor.
     """
 
     generator: torch.Generator

@@ -82,6 +82,24 @@ def fit_offset(deltas: Iterable[Any] | Mapping[str, Any], distribution: str = "l
     return OffsetFit(loc, scale, distribution, distance, likelihood, entries)
 
 
+def resolve_fit(
+    loc: float, scale: float | str, distribution: str, task_vectors: Iterable[Any] | Mapping[str, Any] | None
+) -> OffsetFit | None:
+    """Fit the offset for `scale="fit"`; None if `scale` is a number."""
+    if scale != "fit":
+        if task_vectors is not None:
+            raise InputError(f"task_vectors are there to be fitted, and scale is {scale!r}: set scale='fit'")
+        return None
+    if task_vectors is None:
+        raise InputError(
+            "scale='fit' needs task_vectors: pass the differences expert − base to fit, or give the scale "
+            "that fit_offset found"
+        )
+    if loc != 0:
+        raise InputError(f"scale='fit' estimates loc too, and loc={loc!r} was given: leave it out")
+    return fit_offset(task_vectors, distribution)
+
+
 def _flatten(deltas: Any, name: str) -> Iterator[Tensor]:
     """Every floating tensor in `deltas`, flat, in float32."""
     if isinstance(deltas, Tensor):

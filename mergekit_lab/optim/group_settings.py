@@ -26,7 +26,7 @@ class GroupSettings(Optimizer):
 
     @property
     def names(self) -> dict[Tensor, str]:
-        """The name of each parameter; empty if they came without names."""
+        """The name of each parameter; empty without names."""
         return {
             p: name
             for group in self.param_groups
@@ -34,7 +34,7 @@ class GroupSettings(Optimizer):
         }
 
     def refuse_group_settings(self) -> None:
-        """Raise `InputError` if a group has a setting of its own that holds for all parameters together."""
+        """Raise `InputError` if a group sets what must be the same for all parameters."""
         common = {*self.saved_attributes} - {*self.group_settings} - self.base.defaults.keys()
         for number, group in enumerate(self.param_groups):
             if odd := common & group.keys():
@@ -45,14 +45,14 @@ class GroupSettings(Optimizer):
                 )
 
     def group_values(self, name: str) -> list[Any]:
-        """What each group has of a setting: its own, or this optimizer's."""
+        """A setting's value in each group: the group's, or else this optimizer's."""
         common: Any = getattr(self, name)
         if name in self.base.defaults or name not in self.group_settings:
             return [common for _ in self.param_groups]
         return [group.get(name, common) for group in self.param_groups]
 
     def require_number(self, name: str, minimum: float = -math.inf, maximum: float = math.inf) -> None:
-        """Raise `InputError` unless a setting is a number in range, in every group."""
+        """Raise `InputError` unless a setting is a number in range in every group."""
         common = getattr(self, name)
         require_number(name, common, minimum, maximum)
         for number, value in enumerate(self.group_values(name)):
@@ -60,12 +60,12 @@ class GroupSettings(Optimizer):
                 require_number(f"{name} of group {number}", value, minimum, maximum)
 
     def setting(self, name: str, params: Sequence[Tensor], *, signed: bool = False) -> Setting:
-        """A setting of `params`: one number, or a list with one for each where groups differ.
+        """A setting of `params`: one number, or a list with one per parameter if groups differ.
 
         Args:
-            name: of the attribute.
-            params: whose.
-            signed: negative where the base maximizes the loss, so that what goes up a loss goes down.
+            name: the attribute's name.
+            params: parameters whose setting is read.
+            signed: negate it if the base maximizes the loss, so that an ascent becomes a descent.
         """
         values = self.group_values(name)
         if signed:

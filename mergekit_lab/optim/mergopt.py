@@ -19,11 +19,11 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.checks import require_flag, require_integer, require_known, require_number
-from mergekit_lab.optim.fit import OffsetFit, fit_offset
+from mergekit_lab.optim.fit import resolve_fit
 from mergekit_lab.optim.noise import DISTRIBUTIONS, Move, add_offset, draw_noise, hash_bits, to_signed
 from mergekit_lab.optim.offset import OffsetOptimizer
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
-from mergekit_lab.optim.sharded import is_sharded
+from mergekit_lab.optim.sharded import is_distributed, is_sharded
 from mergekit_lab.optim.wrapper import Closure
 
 
@@ -141,7 +141,7 @@ class MergOPT(OffsetOptimizer):
         return self.loc != 0 or self.scale != 0
 
     def draw(self, candidate: int) -> tuple[int, float]:
-        rank = _get_rank() if self.per_rank else 0
+        rank = torch.distributed.get_rank() if self.per_rank and is_distributed() else 0
         which = (f"/{candidate}" if candidate else "") + (f"/rank {rank}" if rank else "")
         factor = merge_factor(self.seed, self.steps_done, self.coefficients, self.max_experts, which)
         return hash_bits(self.seed, self.steps_done, f"offset{which}"), factor
@@ -203,36 +203,10 @@ class MergOPT(OffsetOptimizer):
                 )
         device = self.parameters[0].device
         values = torch.stack([torch.as_tensor(loss, device=device).float().reshape(()) for loss in losses])
-        if not self.per_rank and _is_distributed():
+        if not self.per_rank and is_distributed():
             torch.distributed.all_reduce(values)
         return int((-values if self._maximizes else values).argmax())
 
     @property
     def _maximizes(self) -> bool:
         return any(group.get("maximize") for group in self.param_groups)
-
-
-def resolve_fit(
-    loc: float, scale: float | str, distribution: str, task_vectors: Iterable[Any] | Mapping[str, Any] | None
-) -> OffsetFit | None:
-    """Fit the offset for `scale="fit"`; None if `scale` is a number."""
-    if scale != "fit":
-        if task_vectors is not None:
-            raise InputError(f"task_vectors are there to be fitted, and scale is {scale!r}: set scale='fit'")
-        return None
-    if task_vectors is None:
-        raise InputError(
-            "scale='fit' needs task_vectors: pass the differences expert − base to fit, or give the scale "
-            "that fit_offset found"
-        )
-    if loc != 0:
-        raise InputError(f"scale='fit' estimates loc too, and loc={loc!r} was given: leave it out")
-    return fit_offset(task_vectors, distribution)
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _get_rank() -> int:
-    return torch.distributed.get_rank() if _is_distributed() else 0

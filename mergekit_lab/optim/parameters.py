@@ -112,9 +112,9 @@ Mix = Callable[[list[Tensor], list[Tensor], list[Tensor]], Sequence[Tensor]]
 
 
 def mix_gradients(first: dict[Tensor, Tensor], mix: Mix) -> None:
-    """Replace gradients by `mix(params, first, second)`, where `second` are those that parameters have now.
+    """Replace gradients by `mix(params, first, second)`, where `second` are the current gradients.
 
-    Parameters that have none now, or are not in `first`, are left alone.
+    Parameters without a current gradient, or not in `first`, are not changed.
     """
     both = [p for p in first if p.grad is not None]
     if both:

@@ -10,12 +10,12 @@ from mergekit_lab.optim.sharded import take_parts
 
 
 class SavedWeights:
-    """A copy of θ while a method has moved the weights; its memory is kept for the next time.
+    """A copy of θ while a method has moved the weights. Its memory is reused in later steps.
 
-    To allocate a tensor a parameter in every step costs more than the copying where a GPU waits for its CPU.
+    If a GPU waits for its CPU, allocating a tensor per parameter in every step costs more than copying.
 
-    Changed in place only: Lightning hands out a stand-in whose attributes are not the optimizer's own, and a
-    method called on it must still reach this copy.
+    It is only changed in place. Lightning wraps the optimizer in an object with separate attributes, and
+    methods called on that must still reach this copy.
     """
 
     def __init__(self) -> None:
@@ -29,20 +29,20 @@ class SavedWeights:
 
     @property
     def held(self) -> bool:
-        """Whether the weights are away from θ."""
+        """Whether the weights are moved away from θ."""
         return bool(self._kept)
 
     def save(self, params: list[Tensor], copy: bool = True) -> list[Tensor]:
-        """Copy `params`, and return the copies (same shapes, dtypes and devices).
+        """Copy `params` and return the copies (same shapes, dtypes and devices).
 
-        Without `copy` they hold anything, and the caller fills them before `restore` is called.
+        Without `copy` their values are undefined, and the caller fills them before `restore`.
         """
         copies = [p.detach().clone() for p in params] if self._kept else self.refill(params, copy)
         self._kept.append((list(params), copies))
         return copies
 
     def refill(self, params: list[Tensor], copy: bool = True) -> list[Tensor]:
-        """Copies of `params` in the memory that is kept, which are not put back by `restore`."""
+        """Copy `params` into the reused memory. `restore` does not restore these copies."""
         memory = self._memory
         if len(memory) != len(params) or not all(p in memory and _fits(memory[p], p) for p in params):
             memory.clear()
@@ -52,11 +52,11 @@ class SavedWeights:
         return [memory[p] for p in params]
 
     def release(self) -> None:
-        """Let go of the memory that is kept for the next time."""
+        """Free the reused memory."""
         self._memory.clear()
 
     def restore(self) -> None:
-        """Put the copies back, bit for bit. Does nothing when none is held."""
+        """Restore the weights from the copies, bit for bit. Does nothing if there are none."""
         while self._kept:
             params, copies = self._kept.pop()
             if params:

@@ -18,6 +18,11 @@ def is_sharded(tensor: Tensor) -> bool:
     return type(tensor) not in _WHOLE and hasattr(tensor, "to_local")
 
 
+def is_distributed() -> bool:
+    """Whether this process trains together with others, or could."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def take_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     """This process's part of each tensor, sharing its memory (under `no_grad`). Plain tensors are returned as
     they are.

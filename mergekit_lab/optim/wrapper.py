@@ -1,10 +1,10 @@
-"""What every optimizer here shares: a base optimizer inside, and weights that move and come back.
+"""The base class of all optimizers here: it wraps a base optimizer, and moves and restores the weights.
 
 `WrappedOptimizer` owns the base optimizer, the state dict, closures and the copy of θ. A method is a subclass
-that says where the weights go: of `AscentOptimizer` (ascent.py) if a first gradient says it, of
-`OffsetOptimizer` (offset.py) if chance does, with `Averaging` (averaging.py) if θ's average is what is kept.
+that moves the weights. It extends `AscentOptimizer` (ascent.py) if a first gradient decides where, or
+`OffsetOptimizer` (offset.py) if a random draw does. With `Averaging` (averaging.py) it keeps θ's average.
 
-Legend: θ the weights the base optimizer updates; P their number of entries.
+Legend: θ the weights that the base optimizer updates; P their number of entries.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -22,7 +22,7 @@ from mergekit_lab.optim.group_settings import GroupSettings
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, build, describe, split_names
 from mergekit_lab.optim.precision import like_parameter
 from mergekit_lab.optim.saved_weights import SavedWeights
-from mergekit_lab.optim.sharded import is_sharded, take_part
+from mergekit_lab.optim.sharded import is_distributed, is_sharded, take_part
 
 Closure = Callable[[], Any]
 
@@ -107,7 +107,7 @@ class WrappedOptimizer(GroupSettings):
 
     @property
     def gradient_evaluations(self) -> Fraction:
-        """Gradients of a whole batch that a step costs; a part of a batch counts as that part."""
+        """Gradients of a whole batch that a step costs. A part of a batch counts as that part."""
         return Fraction(self.evaluations_per_step)
 
     def validate(self) -> None:
@@ -118,12 +118,12 @@ class WrappedOptimizer(GroupSettings):
         if not self.takes_sharded and any(is_sharded(p) for p in self.parameters):
             raise InputError(
                 f"{type(self).__name__} needs whole parameters, and fully_shard has left this process a part "
-                "of each: train with DistributedDataParallel, or take SAM, ASAM, FriendlySAM, PGN, SAGM, "
-                "WASAM, SWA or MergOPT"
+                "of each: train with DistributedDataParallel, or take an optimizer that works on parts, as SAM "
+                "does (takes_sharded)"
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, named if the others are, to the base optimizer."""
+        """Add a group to the base optimizer. It needs names if the others have them."""
         if not hasattr(self, "base"):
             super().add_param_group(param_group)  # torch's constructor, registering what the base already has
             return
@@ -151,19 +151,20 @@ class WrappedOptimizer(GroupSettings):
         self._mark_gradients()
 
     def attach(self, model: nn.Module) -> None:
-        """Let steps look after what is the model's and not its parameters'.
+        """Let steps handle state of the model that is not in its parameters.
 
-        Running statistics of normalizations change in the first evaluation of a step only. An ascent that is
-        not synchronized runs under the `no_sync` of a `DistributedDataParallel` model.
+        Running statistics of normalizations then change only in a step's first evaluation. An ascent with
+        `sync_ascent=False` runs under the `no_sync` of a `DistributedDataParallel` model.
 
         Args:
-            model: whose forward the closure calls; wrapped, if it is.
+            model: the model that the closure calls, including wrappers such as `DistributedDataParallel`.
         """
         self._models.append(model)
 
     def release(self) -> None:
-        """Let go of every tensor but the parameters; it cannot go on from here. For loops that end and keep it
-        alive."""
+        """Free every tensor except the parameters. The optimizer cannot step again. For loops that keep it
+        alive after their end.
+        """
         self.state.clear()
         self.theta.release()
         self._models.clear()
@@ -171,47 +172,50 @@ class WrappedOptimizer(GroupSettings):
             getattr(self, name).clear()
 
     def allow_replay(self, device: torch.device) -> None:
-        """From now on take what the host decides of a step from `device`, so that a step can be recorded there
-        in a CUDA graph and replayed; `replay` is set from then on.
+        """Read what the host decides from `device` from now on, so that a step can be recorded in a CUDA graph
+        and replayed. Sets `replay`.
 
-        A loop that replays asks `plan` first. Before a replay it calls `prepare_step`, after it `count_step`.
-        `step` does both itself.
+        A loop that replays first calls `plan`. It calls `prepare_step` before a replay and `count_step` after
+        it. `step` calls `prepare_step` itself, and `update` counts.
         """
         seed, factor = torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), device=device)
         self.replay = ReplayState(torch.Generator(device), seed, factor)
 
     @property
     def replayable(self) -> bool:
-        """Whether any step can be recorded and replayed."""
+        """Whether steps can be recorded and replayed."""
         return self.recordable
 
     def plan(self) -> Hashable:
-        """What decides the course of the coming step beside tensors: steps of one plan launch the same kernels
-        on the same memory. None: this step needs the host, and cannot be replayed."""
+        """What decides the next step's kernels besides tensors. Steps with the same plan launch the same
+        kernels on the same memory. None means that the step needs the host and cannot be replayed.
+        """
         return ()
 
     def prepare_step(self) -> None:
-        """Bring what the host decides of the coming step into `replay`. Here, it decides nothing."""
+        """Write what the host decides for the next step into `replay`. The base class decides nothing."""
 
     def count_step(self) -> None:
-        """Note on the host that a step was replayed: what `update` counts. Here, nothing."""
+        """Count a replayed step on the host, as `update` does. The base class counts nothing."""
 
     def train(self) -> None:
-        """Move the weights to where the next gradient is wanted. Here, they are there."""
+        """Move the weights to where the next gradient is taken. The base class does not move them."""
 
     def eval(self) -> None:
-        """Move the weights to those that are kept: to evaluate, save or load. Here, they are there."""
+        """Set the weights to those that should be evaluated, saved or loaded. The base class does not move
+        them.
+        """
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
-        """One update; returns the loss of the first evaluation, or None without a closure.
+        """Update once. Returns the loss of the first evaluation, or None without a closure.
 
         Args:
             closure: runs forward and backward and returns the loss. It may zero the gradients or leave them.
 
         Raises:
-            InputError: a sparse gradient, no closure where this optimizer needs one, or gradients made since
-                the last step that this one would drop.
+            InputError: a gradient is sparse; this optimizer needs a closure; or the step would drop gradients
+                made since the last step.
         """
         if closure is not None and self.drops_gradients:
             self.refuse_to_drop_gradients()
@@ -239,7 +243,9 @@ class WrappedOptimizer(GroupSettings):
                     grad.spent_version = take_part(grad)._version
 
     def refuse_to_drop_gradients(self) -> None:
-        """Raise `InputError` if there are gradients that no step has used. Waits for the device only then."""
+        """Raise `InputError` if there are gradients that no step has used. Waits for the device only if there
+        are.
+        """
         new = [
             p
             for group in self.param_groups
@@ -260,7 +266,7 @@ class WrappedOptimizer(GroupSettings):
         )
 
     def update(self, closure: Closure | None) -> Any:
-        """What `step` does. Here, what the base optimizer does."""
+        """Do the work of `step`. The base class calls the base optimizer's `step`."""
         loss = self.evaluate(closure, zero=self.drops_gradients) if closure is not None else None
         self.base.step()
         return loss
@@ -270,15 +276,15 @@ class WrappedOptimizer(GroupSettings):
     ) -> Any:
         """Call `closure` with gradients enabled and return its loss, detached and copied.
 
-        The copy is there because a compiled model may write its next loss into the same buffer.
+        It is copied because a compiled model may write its next loss into the same buffer.
 
         Args:
             closure: see `step`.
-            index: which evaluation of the step this is, from 0.
-            zero: drop the gradients first, so that they are those of this one call whether or not the closure
-                zeroes them itself.
-            fraction: becomes `batch_fraction` for the call.
-            sync: whether processes share their gradients; False needs an attached model with `no_sync`.
+            index: the evaluation's index in the step.
+            zero: drop the gradients first, so that only this call's remain even if the closure does not zero
+                them.
+            fraction: `batch_fraction` during the call.
+            sync: whether processes share their gradients. False needs an attached model with `no_sync`.
         """
         if zero:
             self.zero_grad()
@@ -320,8 +326,7 @@ class WrappedOptimizer(GroupSettings):
 
     def _find_no_sync(self) -> list[Callable[[], Any]]:
         contexts = [model.no_sync for model in self._models if hasattr(model, "no_sync")]
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if not contexts and distributed and torch.distributed.get_world_size() > 1:
+        if not contexts and is_distributed() and torch.distributed.get_world_size() > 1:
             raise InputError(
                 f"{type(self).__name__}(sync_ascent=False) needs the model whose gradients it must not "
                 "synchronize: call optimizer.attach(model) with the DistributedDataParallel model"
@@ -339,10 +344,10 @@ class WrappedOptimizer(GroupSettings):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The base optimizer's state dict, and under "wrapper" this class's name, attributes and tensors.
+        """The base optimizer's state dict, with this class's name, attributes and tensors under "wrapper".
 
-        Plain types and tensors only, so `torch.load(weights_only=True)` reads it. θ is not in it, unless the
-        weights that are kept are others (`Averaging`).
+        It has only plain types and tensors, so `torch.load(weights_only=True)` reads it. It contains θ only if
+        the model's weights are others (`Averaging`).
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -356,13 +361,13 @@ class WrappedOptimizer(GroupSettings):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned: base moments, learning rates, hyper-parameters, counters.
+        """Restore a `state_dict`: base moments, learning rates, hyper-parameters, counters.
 
         As with every torch optimizer, loaded hyper-parameters replace those given to the constructor.
 
         Raises:
-            InputError: the state is another class's, lacks or has unknown entries, or the weights are away
-                from θ (restoring θ afterwards would overwrite weights loaded in between).
+            InputError: the state is another class's, or has missing or unknown entries, or the weights are
+                moved away from θ. In that case restoring θ later would overwrite loaded weights.
         """
         if self.theta.held:
             raise InputError("the weights are away from θ: call optimizer.eval() before load_state_dict")

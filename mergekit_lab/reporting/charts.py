@@ -1,79 +1,36 @@
-"""The figures of the page, to look into: Vega-Lite, which the page's script draws and any of its editors opens.
+"""What figures show, in Vega-Lite: the page's script draws it to look into, `drawing` makes files of it.
 
-Every function gives one panel, whose width is the page's to choose. What a panel shows is what the figure of
-the same name in `plots` and `figures` shows; shares are in percent here.
+Every function gives one panel. Shares are in percent.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mergekit_lab.reporting.names import DASHES, MARKERS, REFERENCE, Look, choose_looks
-from mergekit_lab.reporting.records import write_text
+from mergekit_lab.reporting.names import DASHES, REFERENCE, Look, choose_looks
 from mergekit_lab.reporting.tables import Row, Table
 
 Chart = dict[str, Any]
-"""A Vega-Lite specification of one panel, without its width."""
+"""A Vega-Lite specification of one panel. Where it has no width, who draws it chooses one."""
 
-SUFFIX = ".vl.json"
-_SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
-_CONFIG: Chart = {
-    "background": "white",
-    "font": "system-ui, sans-serif",
-    "axis": {
-        "labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal", "labelLimit": 140,
-        "labelColor": "#222222", "titleColor": "#222222", "gridColor": "#DDDDDD", "domainColor": "#888888",
-        "tickColor": "#888888", "labelOverlap": "greedy",
-    },
-    "legend": {
-        "orient": "bottom", "columns": 2, "labelFontSize": 12, "labelLimit": 150, "symbolLimit": 60,
-        "title": None, "labelColor": "#222222",
-        "layout": {"bottom": {"direction": "vertical", "anchor": "start"}},
-    },
-    "title": {"anchor": "start", "fontSize": 13, "color": "#222222"},
-    "text": {"fontSize": 11, "color": "#222222"},
-    "view": {"stroke": None},
-}  # fmt: skip
-_SHAPES = dict(
-    zip(
-        MARKERS,
-        ("circle", "square", "diamond", "triangle-down", "triangle-up", "cross", "triangle-left"),
-        strict=True,
-    )
-)
-_SHAPES[REFERENCE.marker] = (
-    "M0,-1L.23,-.31L.95,-.31L.36,.12L.59,.81L0,.38L-.59,.81L-.36,.12L-.95,-.31L-.23,-.31Z"
-)
-_STROKES = dict(zip(DASHES, ([1, 0], [6, 3], [2, 2], [6, 2, 2, 2], [8, 2, 2, 2, 2, 2], [1, 3]), strict=True))
-_REFERENCES = {"zero_shot": ":", "expert": "-", "joint": "--"}
+MISSING_COLOR = "#E4E4E4"
+_REFERENCES = {"zero_shot": DASHES[2], "expert": DASHES[0], "joint": DASHES[1]}
 _POINTS = 30
 """Points of a curve that are still drawn each."""
 _CELL = 38
 """Pixels that a number of a heat map needs."""
+_SIDE = 280
+"""Of a plane, in pixels."""
 
 
-def save_charts(picture: Path, title: str, charts: Sequence[Chart]) -> None:
-    """Write the panels beside the picture that shows the same: `NAME.vl.json` for `NAME.png`."""
-    whole = {"$schema": _SCHEMA, "title": title, "config": _CONFIG, "columns": 2, "concat": list(charts)}
-    write_text(picture.with_suffix(SUFFIX), json.dumps(whole, ensure_ascii=False) + "\n")
+def chart_bars(table: Table, group: tuple[str, ...], title: str, error_bars: str) -> Chart:
+    """Average and normalized value of every merger of a group, and the references' averages.
 
-
-def load_charts(picture: Path) -> Chart | None:
-    """Load what `save_charts` wrote next to a picture; None if there is nothing to draw."""
-    try:
-        chart = json.loads(picture.with_suffix(SUFFIX).read_text(encoding="utf-8"))
-        drawable = all(isinstance(panel, dict) for panel in chart["concat"])
-        return chart if drawable and isinstance(chart["config"], dict) else None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return None
-
-
-def chart_bars(table: Table, group: tuple[str, ...], title: str) -> Chart:
-    """Average and normalized value of every merger of a group with intervals, and the references' averages."""
+    Args:
+        error_bars: what they are, see `explain_error_bars`.
+    """
     rows = [row for row in table.rows if row.group == group and row.kind == "merged"]
     values: list[Chart] = []
     for row in rows:
@@ -84,80 +41,69 @@ def chart_bars(table: Table, group: tuple[str, ...], title: str) -> Chart:
             values.append(
                 {
                     "model": row.name, "measure": measure, "value": _percent(cell.mean), "text": cell.text,
-                    "low": _percent(low), "high": _percent(high),
+                    "low": _percent(low), "high": _percent(high), "best": cell.best,
                 }
             )  # fmt: skip
-    references: list[Chart] = [
-        {"reference": row.name, "value": _percent(row.average.mean), "dash": _REFERENCES[row.kind]}
-        for row in table.rows
-        if row.group == group and row.kind in _REFERENCES and row.average.mean is not None
-    ]
-    y = {"field": "model", "type": "nominal", "sort": None, "title": None}
+    references = [row for row in table.rows if row.group == group and row.kind in _REFERENCES]
+    lines = {row.name: row for row in references if row.average.mean is not None}
+    shown = [{"reference": name, "value": _percent(row.average.mean or 0.0)} for name, row in lines.items()]
+    y = _nominal("model")
     offset = {"field": "measure", "type": "nominal", "sort": ["average", "normalized"]}
-    top = max([100.0, *(value["high"] for value in values)])
-    x = _axis("value", "%", scale={"domain": [0, 1.1 * top], "nice": False})
-    tooltip = _tooltip(model="model", measure="measure", text="percent")
+    # A value's text stands behind its bar
+    room = 1.1 if all(cell.sd is None for row in rows for cell in row.cells[-2:]) else 1.2
+    top = room * max([100.0, *(value["high"] for value in values)])
+    unit = f"% (error bars: {error_bars})" if error_bars else "%"
+    x = _axis("value", unit, {"domain": [0, top], "nice": False})
     looks = choose_looks(table.mergers)
-    colors = {row.name: looks[row.label].color for row in rows}
-    bars: list[Chart] = [
+    layers: list[Chart] = [
         {
-            "mark": {"type": "bar"},
+            "mark": {"type": "bar", "height": {"band": 0.9}},
             "encoding": {
-                "x": x, "y": y, "yOffset": offset, "tooltip": tooltip,
-                "color": {
-                    "field": "model", "type": "nominal", "legend": None,
-                    "scale": {"domain": list(colors), "range": list(colors.values())},
-                },
+                "x": x, "y": y, "yOffset": offset,
+                "tooltip": _tooltip(model="model", measure="measure", text="percent"),
+                "color": _scale("model", {row.name: looks[row.label].color for row in rows}) | {"legend": None},
                 "opacity": {
                     "field": "measure", "type": "ordinal",
                     "scale": {"domain": ["average", "normalized"], "range": [1, 0.45]},
-                    "legend": {"title": None, "columns": 1, "labelExpr": _BARS},
+                    "legend": {"labelExpr": _BARS},
                 },
             },
         },
         {
-            "mark": {"type": "rule", "color": "black"},
+            "mark": _ERROR_BAR,
             "transform": [{"filter": "datum.high > datum.low"}],
             "encoding": {
-                "x": {"field": "low", "type": "quantitative"}, "x2": {"field": "high"}, "y": y,
+                "x": {"field": "low", "type": "quantitative", "title": unit}, "x2": {"field": "high"}, "y": y,
                 "yOffset": offset, "tooltip": _tooltip(model="model", measure="measure", low="from", high="to"),
             },
         },
-    ]  # fmt: skip
-    lines = {
-        "data": {"values": references},
-        "mark": {"type": "rule", "color": REFERENCE.color, "strokeWidth": 1.3},
-        "encoding": {
-            "x": {"field": "value", "type": "quantitative"},
-            "strokeDash": {
-                "field": "reference", "type": "nominal",
-                "scale": {
-                    "domain": [each["reference"] for each in references],
-                    "range": [_STROKES[each["dash"]] for each in references],
-                },
-                "legend": {"title": None, "columns": 1, "labelExpr": "datum.label + ', average'"},
+        {
+            "data": {"values": shown},
+            "mark": {"type": "rule", "color": REFERENCE.color, "strokeWidth": 1.3},
+            "encoding": {
+                "x": {"field": "value", "type": "quantitative"},
+                "strokeDash": _scale("reference", {name: _REFERENCES[r.kind] for name, r in lines.items()})
+                | {"legend": {"labelExpr": "datum.label + ', average'"}},
+                "tooltip": _tooltip(reference="model", value="average"),
             },
-            "tooltip": _tooltip(reference="model", value="average"),
         },
-    }  # fmt: skip
-    encoding = {
-        "x": {"field": "high", "type": "quantitative"},
-        "y": y,
-        "yOffset": offset,
-        "text": {"field": "text"},
-    }
-    numbers: list[Chart] = [
-        {"mark": {"type": "text", "align": "left", "dx": 4, **halo}, "encoding": encoding}
-        for halo in ({"stroke": "white", "strokeWidth": 4}, {})
-    ]
-    layers = [*bars, *([lines] if references else []), *numbers]
+        *_write(
+            {
+                "x": {"field": "high", "type": "quantitative"}, "y": y, "yOffset": offset,
+                "text": {"field": "text"},
+            },
+            {"align": "left", "dx": 5, "fontWeight": {"expr": "datum.best ? 'bold' : 'normal'"}},
+        ),
+    ]  # fmt: skip
+    if not lines:
+        del layers[2]
     return _panel(title, {"data": {"values": values}, "layer": layers, "height": {"step": 19}})
 
 
 _BARS = "datum.label == 'normalized' ? 'normalized (÷ experts)' : datum.label"
 
 
-def chart_heat_map(rows: Sequence[Row], tasks: Sequence[str], low: float, high: float, title: str) -> Chart:
+def chart_heat_map(rows: Sequence[Row], tasks: Sequence[str], low: float, high: float) -> Chart:
     """Every model on every task, as numbers in the colors of `low` to `high`."""
     values = [
         {
@@ -169,10 +115,8 @@ def chart_heat_map(rows: Sequence[Row], tasks: Sequence[str], low: float, high: 
         for task, cell in zip(tasks, row.cells[:-2], strict=True)
     ]  # fmt: skip
     scale = {"scheme": "cividis", "domain": [_percent(low), _percent(max(high, low + 1e-6))]}
-    return _cells(
-        title, values, x="task", y="model", scale=scale, columns=len(tasks), height={"step": 26},
-        tooltip=_tooltip(model="model", task="task", text="percent"),
-    )  # fmt: skip
+    tooltip = _tooltip(model="model", task="task", text="percent")
+    return _cells("", values, "task", "model", scale, tooltip)
 
 
 def chart_matrix(
@@ -186,17 +130,15 @@ def chart_matrix(
     cells = [
         {
             "row": a, "column": b, "value": _short(value) if a != b and math.isfinite(value) else None,
-            "shown": f"{value:.2f}" if math.isfinite(value) else "–", "exact": f"{value:.4g}",
+            "shown": f"{round(value, 2) + 0.0:.2f}" if math.isfinite(value) else "–", "exact": f"{value:.4g}",
             "dark": a != b and is_dark(value, limits, signed),
         }
         for a, line in zip(names, values, strict=True)
         for b, value in zip(names, line, strict=True)
     ]  # fmt: skip
     scale = {"scheme": "redblue", "reverse": True} if signed else {"scheme": "cividis"}
-    return _cells(
-        title, cells, x="column", y="row", scale=scale | {"domain": list(limits)}, columns=len(names),
-        height={"step": 26}, tooltip=_tooltip(row="row", column="column", exact=title),
-    )  # fmt: skip
+    tooltip = _tooltip(row="row", column="column", exact=title)
+    return _cells(title, cells, "column", "row", scale | {"domain": list(limits)}, tooltip)
 
 
 def is_dark(value: float, limits: tuple[float, float], signed: bool) -> bool:
@@ -206,26 +148,24 @@ def is_dark(value: float, limits: tuple[float, float], signed: bool) -> bool:
 
 
 def _cells(
-    title: str, values: Sequence[Chart], *, x: str, y: str, scale: Chart, columns: int, height: Any,
-    tooltip: Sequence[Chart],
-) -> Chart:  # fmt: skip
+    title: str, values: Sequence[Chart], x: str, y: str, scale: Chart, tooltip: Sequence[Chart]
+) -> Chart:
     order = {axis: list(dict.fromkeys(value[axis] for value in values)) for axis in (x, y)}
-    encoding = {
-        "x": {"field": x, "type": "nominal", "sort": order[x], "title": None, "axis": {"labelAngle": -35}},
-        "y": {"field": y, "type": "nominal", "sort": order[y], "title": None},
-    }
     color = {
         "field": "value", "type": "quantitative", "scale": scale, "legend": None,
-        "condition": {"test": "datum.value === null", "value": "#EEEEEE"},
+        "condition": {"test": "datum.value === null", "value": MISSING_COLOR},
     }  # fmt: skip
     ink = {"condition": {"test": "datum.dark", "value": "white"}, "value": "black"}
     return _panel(
         title,
         {
             "data": {"values": list(values)},
-            "height": height,
-            "usermeta": {"minimum": 130 + _CELL * columns},
-            "encoding": encoding,
+            "height": {"step": 26},
+            "usermeta": {"minimum": 130 + _CELL * len(order[x])},
+            "encoding": {
+                "x": _nominal(x) | {"sort": order[x], "axis": {"labelAngle": -35}},
+                "y": _nominal(y) | {"sort": order[y]},
+            },
             "layer": [
                 {
                     "mark": {"type": "rect", "stroke": "white", "invalid": "show"},
@@ -237,7 +177,7 @@ def _cells(
     )
 
 
-def chart_shares(table: Table, rows: Sequence[Row], experts: Row, title: str) -> Chart:
+def chart_shares(table: Table, rows: Sequence[Row], experts: Row) -> Chart:
     """Of every merger the share of each expert's value that it keeps, a line of points a task."""
     values = [
         {"task": task, "name": row.name, "value": _percent(cell.mean / own.mean)}
@@ -246,10 +186,11 @@ def chart_shares(table: Table, rows: Sequence[Row], experts: Row, title: str) ->
         if cell.mean is not None and own.mean
     ]
     looks = choose_looks(table.mergers)
-    points = _points({row.name: looks[row.label] for row in rows})
-    y = {"field": "task", "type": "nominal", "sort": None, "title": None, "axis": {"grid": True}}
+    names = {row.name: looks[row.label] for row in rows}
+    x = _axis("value", "% of the expert's", {"zero": False})
+    tooltip = _tooltip(name="model", task="task", value="% of the expert's")
     return _panel(
-        title,
+        "",
         {
             "height": {"step": 30},
             "layer": [
@@ -257,8 +198,8 @@ def chart_shares(table: Table, rows: Sequence[Row], experts: Row, title: str) ->
                     "data": {"values": values},
                     "mark": {"type": "point", "filled": True, "size": 80, "opacity": 0.85},
                     "encoding": {
-                        "x": _axis("value", "% of the expert's", scale={"zero": False}), "y": y, **points,
-                        "tooltip": _tooltip(name="model", task="task", value="% of the expert's"),
+                        "x": x, "y": _nominal("task") | {"axis": {"grid": True}}, "tooltip": tooltip,
+                        **_look(names),
                     },
                 },
                 {
@@ -272,23 +213,41 @@ def chart_shares(table: Table, rows: Sequence[Row], experts: Row, title: str) ->
 
 
 def chart_costs(
-    table: Table, placed: Sequence[tuple[float, float, Row]], front: Sequence[tuple[float, float]], x: str
+    title: str,
+    placed: Sequence[tuple[float, Row]],
+    names: Mapping[str, Look],
+    front: Sequence[tuple[float, float]],
+    x: str,
+    limits: Sequence[tuple[float, float]],
 ) -> Chart:
-    """Normalized value over cost, of `(cost, value, row)`, and the line of what nothing cheaper equals."""
-    looks = choose_looks(table.mergers)
-    names = {row.name: looks.get(row.label, REFERENCE) for _, _, row in placed}
-    values = [
-        {
-            "name": row.name, "label": " / ".join((*row.group, row.name)), "x": cost, "y": _percent(value),
-            "text": row.normalized.text,
-        }
-        for cost, value, row in placed
-    ]  # fmt: skip
-    across = _axis("x", x, scale={"type": "log", "nice": False, "padding": 20})
-    up = _axis("y", "normalized (%)", scale={"zero": False})
-    tooltip = [*_tooltip(label="model", text="normalized (%)"), _number("x", x)]
+    """Normalized value over cost, and the line of what nothing cheaper equals.
+
+    Args:
+        placed: cost and row.
+        names: looks of all rows of the figure.
+        front: cost and value of the line's points.
+        x: what the costs are.
+        limits: lowest and highest cost and value, so that panels have the same axes.
+    """
+    values: list[Chart] = []
+    for cost, row in placed:
+        value = row.normalized.mean or 0.0
+        low, high = row.error_bar("normalized") or (value, value)
+        values.append(
+            {
+                "name": row.name, "x": cost, "y": _percent(value), "text": row.normalized.text,
+                "low": _percent(low), "high": _percent(high),
+            }
+        )  # fmt: skip
+    costs, shares = limits
+    across = _axis("x", x, {"type": "log", "domain": costs, "nice": False, "padding": 20}, costs)
+    up = _axis(
+        "y", "normalized (%)", {"domain": [*map(_percent, shares)], "nice": True, "zero": False, "padding": 12}
+    )
+    looks = _look(names)
+    tooltip = [*_tooltip(name="model", text="normalized (%)"), _number("x", x)]
     return _panel(
-        "",
+        title,
         {
             "height": 300,
             "layer": [
@@ -297,14 +256,15 @@ def chart_costs(
                     "mark": {"type": "line", "color": "#888888", "strokeDash": [5, 4], "strokeWidth": 1},
                     "encoding": {"x": across, "y": up},
                 },
+                _error_bars(values, across, up, looks["color"]),
                 {
                     "data": {"values": values},
                     "mark": {"type": "point", "filled": True, "size": 90, "opacity": 1},
-                    "encoding": {"x": across, "y": up, **_points(names), "tooltip": tooltip},
+                    "encoding": {"x": across, "y": up, **looks, "tooltip": tooltip},
                 },
             ],
         },
-    )  # fmt: skip
+    )
 
 
 def chart_lines(
@@ -323,6 +283,7 @@ def chart_lines(
     """Curves by name; `chosen` rings the points at these x, `spreads` are deviations of y.
 
     Args:
+        looks: by name, in the order of the legend; it may have more names than there are curves.
         labels: names of the x, where they are not numbers: then no line joins the points.
     """
     values: list[Chart] = []
@@ -338,31 +299,22 @@ def chart_lines(
                 point["chosen"] = True
             values.append(point)
     dense = max((len(xs) for xs, _ in curves.values()), default=0) > _POINTS
-    across: Chart = {"field": "x", "type": "nominal", "sort": None, "title": x or None}
+    across: Chart = _nominal("x") | {"title": x or None}
     if labels is None:
-        scale = {"type": "log", "nice": False} if logarithmic_x else {"zero": False, "nice": False}
-        across = _axis("x", x, scale=scale)
-    up = _axis("y", y, scale={"type": "log"} if logarithmic else {"zero": False})
-    points = _points(looks)
-    if dense:
-        points.pop("shape")
+        scale = {"type": "log"} if logarithmic_x else {"zero": False}
+        across = _axis("x", x, scale | {"nice": False}, (value["x"] for value in values))
+    scale = {"type": "log"} if logarithmic else {"zero": False}
+    up = _axis("y", y, scale, (value["y"] for value in values))
+    if max((abs(value["y"]) for value in values), default=1.0) < 1e-3:
+        up["axis"]["format"] = ".3~e"
+    points = _look(looks)
+    stroke = _scale("name", {name: look.dash for name, look in looks.items()})
     layers: list[Chart] = []
     if labels is None:
-        stroke = {
-            "field": "name", "type": "nominal",
-            "scale": {"domain": list(looks), "range": [_STROKES[look.dash] for look in looks.values()]},
-        }  # fmt: skip
         encoding = {"x": across, "y": up, "color": points["color"], "strokeDash": stroke}
         layers.append({"mark": {"type": "line", "strokeWidth": 1.8}, "encoding": encoding})
     if any("low" in value for value in values):
-        error = {"x": across, "y": {"field": "low", "type": "quantitative"}, "y2": {"field": "high"}}
-        layers.append(
-            {
-                "mark": {"type": "rule", "opacity": 0.6},
-                "transform": [{"filter": "isValid(datum.low)"}],
-                "encoding": error | {"color": points["color"]},
-            }
-        )
+        layers.append(_error_bars(values, across, up, points["color"]))
     at = _tooltip(x=x or "at") if labels is not None else [_number("x", x or "x")]
     tooltip = [*_tooltip(name="name"), *at, _number("y", y or "value")]
     layers.append(
@@ -399,21 +351,22 @@ def chart_plane(
         for b, value in zip(grid[1], line, strict=True)
     ]
     color = {
-        "field": "v", "type": "quantitative", "legend": None,
+        "field": "v", "type": "quantitative",
         "scale": {
             "type": "threshold", "domain": [_short(level) for level in levels[1:-1]],
             "scheme": {"name": "viridis", "count": max(len(levels) - 1, 2)},
         },
-        "condition": {"test": "datum.v === null", "value": "#E4E4E4"},
+        "legend": {"type": "gradient", "orient": "right", "gradientLength": _SIDE, "format": ".3~g"},
+        "condition": {"test": "datum.v === null", "value": MISSING_COLOR},
     }  # fmt: skip
-    known = [value for line in values for value in line if math.isfinite(value)]
+    domains = [[axis[0] - step / 2, axis[-1] + step / 2] for step, axis in zip(steps, grid, strict=True)]
     across, up = (
         {
             "field": f"low_{field}", "type": "quantitative", "title": name or None,
             "axis": {"grid": False, "tickCount": 6},
-            "scale": {"domain": [axis[0] - step / 2, axis[-1] + step / 2], "nice": False},
+            "scale": {"domain": domain, "nice": False},
         }
-        for field, step, name, axis in zip("ab", steps, names, grid, strict=True)
+        for field, name, domain in zip("ab", names, domains, strict=True)
     )  # fmt: skip
     said = [_number("a", names[0] or "α1"), _number("b", names[1] or "α2"), _number("v", title)]
     ends = [
@@ -430,40 +383,71 @@ def chart_plane(
         }
     ]
     if box is not None:
-        corners = {name: {"datum": value} for name, value in zip(("x", "y", "x2", "y2"), (box[0], box[0],
-                   box[1], box[1]), strict=True)}  # fmt: skip
+        corners = {axis: {"datum": box[end]} for axis, end in (("x", 0), ("y", 0), ("x2", 1), ("y2", 1))}
         layers.append({"mark": {"type": "rect", "filled": False, "stroke": "#D62728"}, "encoding": corners})
     if points:
-        marked = [{"name": name, "x": x, "y": y} for name, (x, y) in points.items()]
         where = {axis: {"field": axis, "type": "quantitative"} for axis in "xy"}
         dot = {"type": "point", "filled": True, "size": 60, "color": "white", "stroke": "black", "opacity": 1}
-        text = {"type": "text", "align": "left", "dx": 6, "dy": -6, "color": "white"}
-        layers += [
-            {"data": {"values": marked}, "mark": dot, "encoding": where | {"tooltip": _tooltip(name="at")}},
-            *(
-                {
-                    "data": {"values": marked},
-                    "mark": text | halo,
-                    "encoding": where | {"text": {"field": "name"}},
-                }
-                for halo in ({"stroke": "black", "strokeWidth": 3}, {})
-            ),
-        ]
-    scale = f"{min(known):.4g} to {max(known):.4g}" if known else "no value"
-    whole = {"text": title, "subtitle": f"dark to light: {scale}"}
-    return _panel(whole, {"data": {"values": cells}, "height": 280, "layer": layers})
+        sides = _place_names(points, domains)
+        layers.append(
+            {
+                "data": {"values": [{"name": name, "x": x, "y": y} for name, (x, y) in points.items()]},
+                "mark": dot,
+                "encoding": where | {"tooltip": _tooltip(name="at")},
+            }
+        )
+        for name, (x, y) in points.items():
+            right, above = sides[name]
+            beside = {"align": "left" if right else "right", "dx": 7 if right else -7, "dy": -7 if above else 8}
+            encoding = where | {"text": {"field": "name"}}
+            written = _write(encoding, beside | {"color": "white"}, halo="black")
+            layers += [{"data": {"values": [{"name": name, "x": x, "y": y}]}, **each} for each in written]
+    return _panel(title, {"data": {"values": cells}, "width": _SIDE, "height": _SIDE, "layer": layers})
 
 
-def _panel(title: Any, body: Chart) -> Chart:
-    text = title["text"] if isinstance(title, dict) else title
-    return {**({"title": title} if text else {}), "description": text or "chart", **body}
+def _place_names(
+    points: Mapping[str, tuple[float, float]], domains: Sequence[Sequence[float]]
+) -> dict[str, tuple[bool, bool]]:
+    """On which side of its point each name stands, right and above, so that few meet."""
+    taken: list[tuple[float, float, float]] = []
+    sides = {}
+    for name, point in points.items():
+        x, y = (_SIDE * (value - low) / (high - low) for value, (low, high) in zip(point, domains, strict=True))
+        width = 6.2 * len(name)
+        choices = {
+            (right, above): (x + 7 if right else x - 7 - width, y + (7 if above else -8), width)
+            for right in (True, False)
+            for above in (True, False)
+        }
+
+        def meet(side: tuple[bool, bool], choices: Any = choices) -> int:
+            left, height, width = choices[side]
+            outside = left < 0 or left + width > _SIDE
+            return 2 * outside + sum(
+                left < other + length and other < left + width and abs(height - level) < 12
+                for other, level, length in taken
+            )
+
+        sides[name] = min(choices, key=meet)
+        taken.append(choices[sides[name]])
+    return sides
 
 
-def _axis(field: str, title: str, scale: Chart) -> Chart:
-    return {
-        "field": field, "type": "quantitative", "title": title or None, "scale": scale,
-        "axis": {"format": ",.5~g", "tickCount": 6},
-    }  # fmt: skip
+def _panel(title: str, body: Chart) -> Chart:
+    return {**({"title": title} if title else {}), "description": title or "chart", **body}
+
+
+def _nominal(field: str) -> Chart:
+    return {"field": field, "type": "nominal", "sort": None, "title": None}
+
+
+def _axis(field: str, title: str, scale: Chart, values: Iterable[float] = ()) -> Chart:
+    """A number's axis; `values` are those on it, for logarithmic ones."""
+    axis: Chart = {"format": ",.5~g", "tickCount": 6}
+    known = [value for value in values if value > 0 and math.isfinite(value)]
+    if scale.get("type") == "log" and known and max(known) < 10 * min(known):
+        axis["labelExpr"] = "format(datum.value, ',.5~g')"  # within a decade Vega leaves most ticks without
+    return {"field": field, "type": "quantitative", "title": title or None, "scale": scale, "axis": axis}
 
 
 def _number(field: str, title: str) -> Chart:
@@ -474,19 +458,40 @@ def _tooltip(**titles: str) -> list[Chart]:
     return [{"field": field, "type": "nominal", "title": title} for field, title in titles.items()]
 
 
-def _points(looks: Mapping[str, Look]) -> Chart:
-    """Color and shape by name, one legend for both."""
-    names = list(looks)
+def _scale(field: str, values: Mapping[str, Any]) -> Chart:
     return {
-        "color": {
-            "field": "name", "type": "nominal",
-            "scale": {"domain": names, "range": [look.color for look in looks.values()]},
-        },
-        "shape": {
-            "field": "name", "type": "nominal",
-            "scale": {"domain": names, "range": [_SHAPES[look.marker] for look in looks.values()]},
-        },
-    }  # fmt: skip
+        "field": field,
+        "type": "nominal",
+        "scale": {"domain": list(values), "range": list(values.values())},
+    }
+
+
+def _look(looks: Mapping[str, Look]) -> Chart:
+    """Color and shape by name, one legend for both."""
+    return {
+        "color": _scale("name", {name: look.color for name, look in looks.items()}),
+        "shape": _scale("name", {name: look.marker for name, look in looks.items()}),
+    }
+
+
+_ERROR_BAR = {"type": "errorbar", "color": "black", "ticks": {"size": 6, "color": "black"}}
+
+
+def _error_bars(values: Sequence[Chart], x: Chart, y: Chart, color: Chart) -> Chart:
+    low = {"field": "low", "type": "quantitative", "title": y["title"]}
+    return {
+        "data": {"values": [value for value in values if value.get("high") != value.get("low")]},
+        "mark": {"type": "errorbar", "opacity": 1, "ticks": {"size": 6, "opacity": 1}},
+        "encoding": {"x": x, "y": low, "y2": {"field": "high"}, "color": color},
+    }
+
+
+def _write(encoding: Chart, style: Chart, halo: str = "white") -> list[Chart]:
+    """Text that can be read over anything."""
+    return [
+        {"mark": {"type": "text", **style, **around}, "encoding": encoding}
+        for around in ({"stroke": halo, "strokeWidth": 3, "strokeJoin": "round"}, {})
+    ]
 
 
 def _percent(share: float) -> float:

@@ -7,19 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mergekit_lab.reporting import charts, drawing
+from mergekit_lab.reporting import charts
+from mergekit_lab.reporting.drawing import save_figure
 from mergekit_lab.reporting.names import REFERENCE, Look, choose_looks, display_name
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 Box = tuple[float, float]
-MISSING_COLOR = "#E4E4E4"
 _REFERENCES = ("zero-shot", "experts", "+joint")
-_MARKED = 30
-"""Points of a curve that still get a marker each."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +23,7 @@ class Plane:
 
     Attributes:
         title: above it.
-        values: `[A][A]`, rows along the first axis; what is not finite is left gray, with a cross.
+        values: `[A][A]`, rows along the first axis; what is not finite is left gray.
         points: marked points `(α1, α2)` by name.
     """
 
@@ -129,27 +124,11 @@ def draw_analysis(
         box: a square that is drawn in red on `Plane` panels: where coefficients are searched.
         one_scale: the same colors for the same values in all `Plane` panels.
     """
-    columns = 2 if len(panels) == 4 else min(3, len(panels))
     planes = [panel for panel in panels if isinstance(panel, Plane)]
     common = spread_levels([v for plane in planes for row in plane.values for v in row]) if one_scale else None
-    rows = -(-len(panels) // columns)
-    with drawing.open_figure(4.6 * columns + 0.6, 3.9 * rows + 0.6) as figure:
-        drawing.add_heading(figure, title)
-        every = list(figure.subplots(rows, columns, squeeze=False).flat)
-        for axes, panel in zip(every, panels, strict=False):
-            axes.set_title(panel.title)
-            if isinstance(panel, Plane):
-                grid = (alphas, alphas if others is None else others)
-                _draw_plane(axes, panel, grid, axes_names, box, common)
-            elif isinstance(panel, Lines):
-                _draw_lines(axes, panel)
-            else:
-                _draw_matrix(axes, panel)
-        for axes in every[len(panels) :]:
-            axes.set_axis_off()
-        png = drawing.save(figure, stem.with_name(f"{stem.name}.png"))
     grid = (alphas, alphas if others is None else others)
-    charts.save_charts(png, title, [_chart(panel, grid, axes_names, box, common) for panel in panels])
+    drawn = [_chart(panel, grid, axes_names, box, common) for panel in panels]
+    png = save_figure(stem.with_name(f"{stem.name}.png"), title, drawn)
     return [png, png.with_suffix(".svg")]
 
 
@@ -168,47 +147,6 @@ def _chart(panel: Panel, grid: Any, names: tuple[str, str], box: Box | None, com
     return charts.chart_matrix(panel.title, panel.names, panel.values, panel.limits, panel.signed)
 
 
-def _draw_plane(
-    axes: Axes,
-    panel: Plane,
-    grid: tuple[Sequence[float], Sequence[float]],
-    names: tuple[str, str],
-    box: Box | None,
-    common: list[float] | None,
-) -> None:
-    import numpy as np
-    from matplotlib.patches import Rectangle
-    from matplotlib.patheffects import withStroke
-
-    turned = np.array(panel.values, dtype=float).T  # contours have rows along y
-    missing = ~np.isfinite(turned)
-    shown = np.ma.masked_array(turned, missing)
-    levels = common or spread_levels([value for row in panel.values for value in row])
-    axes.set_facecolor(MISSING_COLOR)
-    if not missing.all():
-        filled = axes.contourf(*grid, shown, levels=levels, cmap="viridis", norm=_space_evenly(levels))
-        axes.contour(*grid, shown, levels=levels, colors="white", linewidths=0.4, alpha=0.6)
-        axes.figure.colorbar(filled, ax=axes, shrink=0.85)
-    rows, columns = missing.nonzero()
-    (crosses,) = axes.plot(
-        np.take(grid[0], columns), np.take(grid[1], rows), "x", color="#777777", markersize=4, clip_on=False
-    )
-    crosses.set_in_layout(False)
-    if box is not None:
-        side = box[1] - box[0]
-        edge: dict[str, Any] = {"fill": False, "edgecolor": "#D62728", "linewidth": 1.6}
-        axes.add_patch(Rectangle((box[0], box[0]), side, side, **edge))
-    for x, y in panel.points.values():
-        axes.plot([x], [y], marker="o", markersize=5, color="white", markeredgecolor="black")
-    axes.set_xlabel(drawing.shorten(names[0]))
-    axes.set_ylabel(drawing.shorten(names[1]))
-    axes.set_aspect("equal")
-    if panel.points:
-        outline = withStroke(linewidth=2, foreground="black")
-        points = [(x, y, name) for name, (x, y) in panel.points.items()]
-        drawing.place_labels(axes, points, color="white", fontsize=8, path_effects=[outline])
-
-
 def spread_levels(values: Sequence[float]) -> list[float]:
     """Fifteen levels with as many points between each two: a few huge corners leave the rest its contrast.
 
@@ -217,60 +155,3 @@ def spread_levels(values: Sequence[float]) -> list[float]:
     ordered = sorted(filter(math.isfinite, values)) or [0.0]
     levels = sorted({ordered[round(i * (len(ordered) - 1) / 14)] for i in range(15)})
     return levels if len(levels) > 1 else [ordered[0], ordered[0] + 1.0]
-
-
-def _space_evenly(levels: Sequence[float]) -> Any:
-    from matplotlib.colors import BoundaryNorm
-
-    return BoundaryNorm(levels, 256)
-
-
-def _draw_lines(axes: Axes, panel: Lines) -> None:
-    looks = panel.looks
-    for name, (x, y) in panel.curves.items():
-        look = looks[name].line | {"marker": "o" if len(x) <= _MARKED else ""}
-        if panel.labels is not None:
-            look["linestyle"] = ""  # names have no order that a line could follow
-        axes.plot(x, y, markersize=4, label=drawing.shorten(panel.label(name)), **look)
-        if name in panel.spreads:
-            axes.errorbar(x, y, yerr=panel.spreads[name], fmt="none", color=looks[name].color, elinewidth=1.0,
-                          capsize=2.0)  # fmt: skip
-    if panel.logarithmic_x:
-        axes.set_xscale("log")
-        drawing.label_log_axis(axes.xaxis)
-    elif panel.labels is None:
-        whole = all(float(each).is_integer() for x, _ in panel.curves.values() for each in x)
-        axes.locator_params(axis="x", nbins=6, integer=whole)
-    if max((abs(v) for _, y in panel.curves.values() for v in y if math.isfinite(v)), default=1.0) < 1e-4:
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")  # its power would stand in the title
-    if panel.logarithmic and panel.positive:
-        axes.set_yscale("log")
-        drawing.label_log_axis(axes.yaxis)
-    if panel.labels is not None:
-        names = [drawing.shorten(name, 14) for name in panel.labels]
-        axes.set_xticks(range(len(names)), names, rotation=60, fontsize=7)
-    axes.set_xlabel(panel.x)
-    axes.set_ylabel(panel.y)
-    axes.grid(True)
-    axes.legend(fontsize=7 if len(panel.curves) > 4 else 8)
-
-
-def _draw_matrix(axes: Axes, panel: Matrix) -> None:
-    import matplotlib
-
-    colors = matplotlib.colormaps["RdBu_r" if panel.signed else "cividis"].with_extremes(bad=MISSING_COLOR)
-    low, high = panel.limits
-    shown = [
-        [math.nan if i == j else value for j, value in enumerate(row)] for i, row in enumerate(panel.values)
-    ]
-    image = axes.imshow(shown, cmap=colors, vmin=low, vmax=high)
-    axes.figure.colorbar(image, ax=axes, shrink=0.8)
-    names = [drawing.shorten(name, 14) for name in panel.names]
-    axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=8)
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    if len(names) > 12:
-        return
-    for i, row in enumerate(panel.values):
-        for j, value in enumerate(row):
-            ink = "white" if i != j and charts.is_dark(value, panel.limits, panel.signed) else "black"
-            axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color=ink)

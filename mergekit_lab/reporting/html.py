@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergekit_lab.errors import say_bytes
-from mergekit_lab.reporting.charts import Chart, load_charts
+from mergekit_lab.reporting.charts import Chart
+from mergekit_lab.reporting.drawing import load_chart
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.origin import Origin
 from mergekit_lab.reporting.published import HEADER, TITLE, Beside, format_numbers, list_bases
@@ -48,13 +49,16 @@ class Figure:
     """Shown only when the reader opens it."""
 
     @property
-    def content(self) -> str:
-        return b64encode(self.path.read_bytes()).decode("ascii")
+    def source(self) -> str:
+        """The picture as an address: its SVG, which is smaller, where there is one."""
+        svg = self.path.with_suffix(".svg")
+        kind, file = ("svg+xml", svg) if svg.is_file() else ("png", self.path)
+        return f"data:image/{kind};base64,{b64encode(file.read_bytes()).decode('ascii')}"
 
     @property
     def chart(self) -> Chart | None:
         """The figure as Vega-Lite, if it was written next to the picture."""
-        return load_charts(self.path)
+        return load_chart(self.path)
 
 
 @dataclass(frozen=True)
@@ -152,13 +156,13 @@ def _embed(figures: Sequence[Figure]) -> tuple[list[dict[str, Any]], list[str]]:
     left_out = []
     room = FIGURE_BYTES
     for figure in sorted(figures, key=lambda each: each.folded):
-        content, chart = figure.content, figure.chart
-        size = len(content) + (len(json.dumps(chart)) if chart else 0)
+        source, chart = figure.source, figure.chart
+        size = len(source) + (len(json.dumps(chart)) if chart else 0)
         if size > room:
             left_out.append(figure.path.name)
             continue
         room -= size
-        drawn.append({"text": figure.text, "folded": figure.folded, "content": content, "chart": chart})
+        drawn.append({"text": figure.text, "folded": figure.folded, "source": source, "chart": chart})
     return drawn, left_out
 
 

@@ -8,14 +8,13 @@ import zlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5A5A5A")
 """Okabe and Ito's, which readers with any color vision tell apart."""
-HATCHES = ("", "///", "xx", "..", "\\\\\\", "++")
-Dash = str | tuple[int, tuple[int, ...]]
-DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.", (0, (8, 2, 2, 2, 2, 2)), (0, (1, 3)))
-MARKERS = "osD^vPX"
+DASHES = ((1, 0), (6, 3), (2, 2), (6, 2, 2, 2), (8, 2, 2, 2, 2, 2), (1, 3))
+"""Lengths in pixels, drawn and not in turn."""
+MARKERS = ("circle", "square", "diamond", "triangle-down", "triangle-up", "cross", "triangle-left")
+_STAR = "M0,-1L.23,-.31L.95,-.31L.36,.12L.59,.81L0,.38L-.59,.81L-.36,.12L-.95,-.31L-.23,-.31Z"
 
 NAMES = {
     "task_arithmetic": "Task arithmetic",
@@ -65,36 +64,29 @@ def display_name(label: str) -> str:
 
 @dataclass(frozen=True)
 class Look:
-    """How a figure draws something."""
+    """How a figure draws something; Vega-Lite's words."""
 
     color: str
-    hatch: str
-    dash: Dash
+    dash: tuple[int, ...]
     marker: str
 
     @staticmethod
     def numbered(number: int) -> "Look":
-        """Seven colors; then the same with another hatch, dash and marker."""
+        """Seven colors; then the same with another dash and marker."""
         again, first = divmod(number, len(COLORS))
-        hatch, dash = HATCHES[again % len(HATCHES)], DASHES[again % len(DASHES)]
-        return Look(COLORS[first], hatch, dash, MARKERS[(first + again) % len(MARKERS)])
-
-    @property
-    def line(self) -> dict[str, Any]:
-        """Keywords of matplotlib's `plot`."""
-        return {"color": self.color, "linestyle": self.dash, "marker": self.marker}
+        return Look(COLORS[first], DASHES[again % len(DASHES)], MARKERS[(first + again) % len(MARKERS)])
 
 
-REFERENCE = Look("#333333", "", "-", "*")
+REFERENCE = Look("#333333", DASHES[0], _STAR)
 """Of models that no merger made."""
-LOOKS = len(COLORS) * len(HATCHES)
+LOOKS = len(COLORS) * len(DASHES)
 
 
 def choose_looks(labels: Iterable[str]) -> dict[str, Look]:
     """A look for each label. A method of `NAMES` always has the same one.
 
-    Where a method stands several times, as `ties (α=0.3)`, all have its color, each with another hatch, dash
-    and marker. Another label takes a look by its hash, or the next that no other label of the figure has.
+    Where a method stands several times, as `ties (α=0.3)`, all have its color, each with another dash and
+    marker. Another label takes a look by its hash, or the next that no other label of the figure has.
     """
     every = list(dict.fromkeys(labels))
     numbers = {label: list(NAMES).index(label) for label in every if label in NAMES}
@@ -114,6 +106,5 @@ def choose_looks(labels: Iterable[str]) -> dict[str, Look]:
 
 def _vary(look: Look, taken: Collection[Look]) -> Look:
     """The look, or the first of its color that none has."""
-    looks = zip(cycle(HATCHES), cycle(DASHES), MARKERS * 3, strict=False)
-    others = (Look(look.color, hatch, dash, marker) for hatch, dash, marker in looks)
+    others = (Look(look.color, dash, marker) for dash, marker in zip(cycle(DASHES), MARKERS * 6, strict=False))
     return next((each for each in (look, *others) if each not in taken), look)

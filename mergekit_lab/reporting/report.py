@@ -30,7 +30,7 @@ from mergekit_lab.reporting.writing import escape_markdown, to_csv, to_latex, to
 log = logging.getLogger(__name__)
 
 _OUR_FIGURES = re.compile(
-    r"(mergers|coefficients|cost|(heatmap|radar|training)(-\d+.*)?)\.(png|svg|pdf|vl\.json)"
+    r"(mergers|coefficients|cost|(heatmap|shares|training)(-\d+.*)?)\.(png|svg|pdf|vl\.json)"
 )
 
 
@@ -231,7 +231,7 @@ def _draw_figures(
                 "Of every merger the share of each expert's accuracy that it keeps, by task.",
                 folded=len(table.groups) > 1,
             )
-            for path in plots.draw_radars(table, folder)
+            for path in plots.draw_shares(table, folder)
         ),
         *(
             html.Figure(

@@ -22,7 +22,7 @@ ANALYSES = (
     *("expert_count", "fisher_fraction", "hessian", "jtl", "landscape", "rank_sweep", "steps", "task_vectors"),
 )
 """Names of figures: the options of the group `analysis`."""
-_FIGURES = ["mergers", "heatmap", "radar", "coefficients", "cost"]
+_FIGURES = ["mergers", "heatmap", "shares", "coefficients", "cost"]
 
 
 def build_dashboard(project: str, entity: str, groups: Sequence[str] = (), title: str = TITLE) -> Any:

@@ -10,11 +10,35 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.reporting import Record, ReportPaths, compare, print_table, read_records, write_cross_table
+from mergekit_lab.reporting import (
+    Record,
+    ReportPaths,
+    compare,
+    parse_table,
+    print_table,
+    read_records,
+    write_cross_table,
+)
 from mergekit_lab.reporting.summary import say_count
 from mergekit_lab.runs.origin import describe_origin
 
 log = logging.getLogger(__name__)
+
+
+def check_slice(cfg: DictConfig) -> None:
+    """Refuse a `table` and a `metric` that the report could not draw, before torch is loaded.
+
+    Raises:
+        InputError: unknown names, or mergers that are no dimension though one run has many.
+    """
+    if not isinstance(cfg.table, str | None) or not isinstance(cfg.metric, str):
+        return  # the schema says what they are
+    names, fixed = parse_table(cfg.table or "merger×task", cfg.metric)
+    if cfg.table and cfg.runs is None and "merger" not in (*names, *fixed):
+        raise InputError(
+            f"table={cfg.table}: the report of a run has many mergers: make merger one of the two, or fix one, "
+            f"table={cfg.table}@merger:NAME"
+        )
 
 
 def draw_cross_table(cfg: DictConfig, folder: Path, records: list[Record]) -> None:
@@ -23,14 +47,22 @@ def draw_cross_table(cfg: DictConfig, folder: Path, records: list[Record]) -> No
         print_table(write_cross_table(folder, records, cfg.table, cfg.metric))
 
 
-def report_runs(cfg: DictConfig, folder: Path, arguments: Sequence[str] = ()) -> None:
+def list_runs(cfg: DictConfig) -> list[Path]:
+    """The folders that `runs` names.
+
+    Raises:
+        InputError: a folder that is not there, or one that holds no run.
+    """
+    patterns = [cfg.runs] if isinstance(cfg.runs, str | int) else list(cfg.runs)
+    return [folder for pattern in patterns for folder in _find_runs(str(pattern))]
+
+
+def report_runs(cfg: DictConfig, folders: Sequence[Path], folder: Path, arguments: Sequence[str] = ()) -> None:
     """`stage=report runs=…`: write one comparison over existing runs, only from their folders.
 
     Raises:
-        InputError: a folder that is not there, none that holds a run, or none whose run has a result.
+        InputError: none of the runs has a result.
     """
-    patterns = [cfg.runs] if isinstance(cfg.runs, str | int) else list(cfg.runs)
-    folders = [folder for pattern in patterns for folder in _find_runs(str(pattern))]
     paths = compare(
         folders,
         folder,

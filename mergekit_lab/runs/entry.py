@@ -73,6 +73,9 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
 
         run_store(cfg, folder, choices)
         return None
+    from mergekit_lab.runs.compare import check_slice
+
+    check_slice(cfg)
     cfg = settle(cfg)
     if set(wanted) & set(_ON_DATA):
         _run_on_data(wanted, cfg, folder)
@@ -172,13 +175,15 @@ def _track(run: Run, job: str) -> Iterator[None]:
 
 def _compare(wanted: list[str], cfg: DictConfig, folder: Path, overrides: list[str]) -> None:
     """Runs that are there, from their folders alone."""
-    from mergekit_lab.runs.compare import report_runs
+    from mergekit_lab.runs.compare import list_runs, report_runs
+
+    if wanted != ["report"]:
+        raise InputError("runs= compares runs that are there: say stage=report with it")
+    folders = list_runs(cfg)
     from mergekit_lab.schema.run import check
 
     check(cfg)
-    if wanted != ["report"]:
-        raise InputError("runs= compares runs that are there: say stage=report with it")
-    report_runs(cfg, folder, overrides)
+    report_runs(cfg, folders, folder, overrides)
 
 
 def _run_on_data(wanted: list[str], cfg: DictConfig, folder: Path) -> None:

@@ -52,7 +52,7 @@ def _read_versions(target: Any) -> dict[str, Any]:
     for each in inspect.getmro(target) if inspect.isclass(target) else (target,):
         name = f"{each.__module__}.{each.__qualname__}"
         if "code_version" in vars(each):
-            versions[name] = each.code_version
+            versions[name] = vars(each)["code_version"]
         elif each.__module__.partition(".")[0] not in _KNOWN:
             file = getattr(sys.modules[each.__module__], "__file__", None)
             versions[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file else ""

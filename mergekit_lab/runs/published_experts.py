@@ -104,7 +104,7 @@ def must_download(source: str) -> bool:
     return named is not None and find_cached_snapshot(*named) is None
 
 
-def read_import_content(source: str, backbone: Mapping[str, str], task: str) -> dict[str, Any]:
+def read_import_content(source: str, backbone: Mapping[str, Any], task: str) -> dict[str, Any]:
     """The bytes that an imported expert comes from, not where they are.
 
     In the store its data and head name it too: on others its Fisher is another.

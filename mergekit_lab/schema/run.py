@@ -38,7 +38,7 @@ class Curvature:
     Args:
         kind: "fisher" (the diagonal) or "gram" (of every linear layer's inputs), for all experts; what mergers
             ask for is computed besides. Null: that alone.
-        samples: training images a task, the first of a seeded shuffle.
+        samples: training images per task, the first of a seeded shuffle.
         fraction: the same as a share of the training images; in place of `samples`.
         batch: of `fraction`: only whole batches of so many images count, one at least.
         estimate: of a Fisher: "per_sample", the mean of samples' squared gradients; "first_moment", the square
@@ -97,7 +97,7 @@ class Search:
             counts; tensors that none matches have a weight of their own. Empty: one weight an expert.
         low, high: the range of every weight; the search begins in its middle.
         trials: candidates.
-        population: candidates a generation; null takes `4 + 3 ln(weights)`.
+        population: candidates per generation; null takes `4 + 3 ln(weights)`.
         seed: of the draws.
     """
 
@@ -249,7 +249,6 @@ def check(cfg: DictConfig) -> None:
             resolve, or a value of the wrong kind or range.
     """
     check_against(cfg, Main)
-    check_slice(cfg)
     if cfg.objective and not (cfg.mergers or cfg.merger):
         raise InputError(f"objective={cfg.objective} is that of merged models: set merger=NAME")
     if "analyze" in list_stages(cfg):
@@ -284,22 +283,6 @@ def check(cfg: DictConfig) -> None:
             )
     if cfg.trainer.strategy == "fsdp":
         _refuse_what_needs_whole_weights(finetuning, optimizers)
-
-
-def check_slice(cfg: DictConfig) -> None:
-    """Refuse a `table` and a `metric` that the report could not draw, before any work.
-
-    Raises:
-        InputError: unknown names, or mergers that are no dimension though one run has many.
-    """
-    from mergekit_lab.reporting import parse_table
-
-    names, fixed = parse_table(cfg.table or "merger×task", cfg.metric)
-    if cfg.table and cfg.runs is None and "merger" not in (*names, *fixed):
-        raise InputError(
-            f"table={cfg.table}: the report of a run has many mergers: make merger one of the two, or fix one, "
-            f"table={cfg.table}@merger:NAME"
-        )
 
 
 def with_chosen_merger(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:

@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from mergekit_lab.errors import InputError, abbreviate, suggestion
+from mergekit_lab.ranges import FLOAT32_MAX
 from mergekit_lab.schema.target import Target
 
-_FLOAT32_MAX = 3.4028234663852886e38
 _MAPPINGS = (dict, Mapping)
 _SEQUENCES = (list, tuple, set, Sequence, Iterable)
 _RULES = {
@@ -84,7 +84,7 @@ def _is_finite(value: Any) -> bool:
         return all(map(_is_finite, value.values()))
     if isinstance(value, list):
         return all(map(_is_finite, value))
-    return not isinstance(value, float | int) or abs(value) <= _FLOAT32_MAX
+    return not isinstance(value, float | int) or abs(value) <= FLOAT32_MAX
 
 
 @cache

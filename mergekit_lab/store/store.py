@@ -48,7 +48,7 @@ _KEY_DIGITS = 24
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_WORDS = ("No space left", "os error 28", "os error 27", "PytorchStreamWriter failed writing")
-_VERSIONED = ("torch", "open_clip_torch", "lightning")
+_VERSIONED = ("torch", "open_clip_torch", "lightning", "transformers")
 log = logging.getLogger(__name__)
 
 

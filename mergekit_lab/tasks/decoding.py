@@ -1,9 +1,9 @@
-"""From encoded images to bytes on disk, once.
+"""Decode images once, into bytes on disk.
 
-Two forms. For evaluation every image is resized (bicubic, the shorter side) and cut to a centered square:
-`[N, 3, S, S]` in one file that is mapped into memory. For training the whole picture is kept with its shorter
-side at most 256 pixels, one after the other in one file, so that a random crop of it is what the published
-recipe crops from the original. Images are decoded by threads: Pillow works outside of Python's lock.
+There are two forms. For evaluation, an image is resized (bicubic, by its shorter side) and cut to a centered
+square: `[N, 3, S, S]` in one file that is mapped into memory. For training, the whole picture is kept, its
+shorter side at most 256 pixels. A random crop then shows what the published recipe crops from the original.
+Threads decode, because Pillow releases Python's lock.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ T = TypeVar("T")
 
 
 class Index(NamedTuple):
-    """What is known of rows without decoding them.
+    """What rows tell without being decoded.
 
     labels: int64 `[N]`. digests: uint8 `[N, 16]`, of the encoded bytes. sizes: int64 `[N, 2]`, height and width
-    as the header says; zero where there is no readable header.
+    by the header, or zeros if the header cannot be read.
     """
 
     labels: np.ndarray
@@ -53,7 +53,7 @@ class Index(NamedTuple):
 def map_chunks(
     rows: Rows, work: Callable[[range, list[bytes]], T], chunks: list[int] | None = None
 ) -> Iterator[T]:
-    """`work` on chunks of rows, several at a time, results in order."""
+    """Call `work` on chunks of rows, several at a time, and yield results in order."""
     wanted = range(len(rows.chunks)) if chunks is None else chunks
     with ThreadPoolExecutor(min(32, count_cores())) as pool:
         yield from pool.map(lambda chunk: work(rows.chunks[chunk], _load(rows, chunk)), wanted)
@@ -91,10 +91,10 @@ def _read_header(encoded: bytes) -> tuple[int, int]:
 
 @contextmanager
 def open_image(encoded: bytes) -> Iterator[Any]:
-    """The picture as Pillow reads it, of a format and of dimensions that data sets have.
+    """Open a picture with Pillow, if its format and size are ones that data sets have.
 
     Raises:
-        OSError: it is none, also where it is decoded later; or has more pixels than Pillow opens.
+        OSError: it is no such picture, or has more pixels than Pillow opens. Decoding it later may raise too.
     """
     from PIL import Image
 
@@ -108,7 +108,7 @@ def open_image(encoded: bytes) -> Iterator[Any]:
 
 
 def decode(encoded: bytes) -> Any:
-    """The picture in RGB, as Pillow has it.
+    """Decode a picture to RGB, as a Pillow image.
 
     Raises:
         OSError: it cannot be decoded, or has more pixels than Pillow opens.
@@ -118,7 +118,7 @@ def decode(encoded: bytes) -> Any:
 
 
 def fit_shorter_side(size: tuple[int, int], side: int) -> tuple[int, int]:
-    """Height and width once the shorter of them is `side`; as torchvision's `Resize` rounds."""
+    """Height and width after the shorter one becomes `side`, rounded as torchvision's `Resize` does."""
     height, width = size
     if height <= width:
         return side, max(side, int(side * width / height))
@@ -142,7 +142,7 @@ def _crop_center(image: Any, side: int) -> np.ndarray:
 
 
 def shrink_sizes(index: Index, chosen: np.ndarray) -> np.ndarray:
-    """Height and width of the chosen rows' pictures as kept for training, int64 `[n, 2]`."""
+    """Height and width that the chosen rows' pictures have for training, int64 `[n, 2]`."""
     sizes = index.sizes[chosen]
     large = sizes.min(1) > TRAINING_SIDE
     kept = sizes.copy()
@@ -152,15 +152,15 @@ def shrink_sizes(index: Index, chosen: np.ndarray) -> np.ndarray:
 
 
 def write_images(rows: Rows, chosen: np.ndarray, file: Path, side: int | None, sizes: np.ndarray) -> None:
-    """Decode the chosen rows into one file of bytes, in their order.
+    """Decode the chosen rows into one file, in their order.
 
     Args:
         chosen: ascending rows.
-        side: of centered squares; None keeps pictures of the given `sizes`.
-        sizes: int64 `[n, 2]` of what is written.
+        side: pixels of a centered square's side; None keeps whole pictures, of the given `sizes`.
+        sizes: int64 `[n, 2]`, heights and widths that are written.
 
     Raises:
-        InputError: an image cannot be decoded; it is named.
+        InputError: an image, which the message names, cannot be decoded.
     """
     ends = np.cumsum(3 * sizes.prod(1))
     starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
@@ -191,15 +191,16 @@ def write_images(rows: Rows, chosen: np.ndarray, file: Path, side: int | None, s
 
 
 def map_file(file: Path) -> Tensor:
-    """A file's bytes, mapped into memory, uint8 `[bytes]`."""
+    """Map a file into memory as uint8 `[bytes]`."""
     return torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
 
 
 class Packed(NamedTuple):
     """Pictures of several sizes, one after the other.
 
-    pixels: uint8 `[bytes]`, picture after picture, each `[3, H, W]`. sizes: int64 `[n, 2]`, heights and widths;
-    no tensor, for they stay on the host when a batch is moved to a device. height, width: the largest of them.
+    pixels: uint8 `[bytes]`, picture after picture, each `[3, H, W]`. sizes: int64 `[n, 2]`, heights and widths,
+    as an array of numpy: they stay on the host when a batch moves to a device. height, width: the largest of
+    them.
     """
 
     pixels: Tensor
@@ -208,8 +209,9 @@ class Packed(NamedTuple):
     width: int
 
     def pad(self) -> Tensor:
-        """uint8 `[n, 3, height, width]` on the device of the pixels; what lies beyond a picture's own size is
-        no picture, and must not be looked at."""
+        """Copy into one tensor, uint8 `[n, 3, height, width]`, on the pixels' device. What lies beyond a
+        picture's own size is undefined.
+        """
         pixels, sizes = self.pixels, torch.from_numpy(self.sizes).to(self.pixels.device)
         shape = (len(sizes), 3, self.height, self.width)
         if len(pixels) == torch.Size(shape).numel():
@@ -223,9 +225,9 @@ class Packed(NamedTuple):
         return pixels.index_select(0, positions.view(-1).clamp_(max=len(pixels) - 1)).view(shape)
 
     def cut_windows(self, boxes: Tensor, side: int, flips: Tensor | None = None) -> Tensor:
-        """Windows, each resized to a square: float32 `[n, 3, side, side]` in [0, 255], where the pixels are.
+        """Resize windows to squares: float32 `[n, 3, side, side]` in [0, 255], on the pixels' device.
 
-        On a GPU for which Triton can build kernels this takes a sixth of the time, and rounding differs.
+        With Triton's kernels on a GPU this takes a sixth of the time, and rounds differently.
 
         Args:
             boxes, flips: see `crops.resize`; on the CPU.
@@ -241,7 +243,7 @@ class Packed(NamedTuple):
 class Pictures:
     """Pictures of many sizes in one run of bytes.
 
-    Indexing gives what evaluation sees of them: centered squares of `side`, uint8 `[n, 3, side, side]`.
+    Indexing returns what evaluation sees: centered squares, uint8 `[n, 3, side, side]`.
 
     Args:
         data: uint8 `[bytes]`, picture after picture, each `[3, H, W]`.
@@ -264,7 +266,7 @@ class Pictures:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of what indexing all of them would give."""
+        """The shape that indexing all pictures would return."""
         return len(self), 3, self.side, self.side
 
     def dim(self) -> int:
@@ -273,8 +275,8 @@ class Pictures:
     def pack(self, positions: Tensor) -> Packed:
         """Pictures as they are kept.
 
-        One call of torch copies them all, outside of Python's lock: a thread that asks for the lock once a
-        picture waits milliseconds for it each time while a model trains.
+        One call of torch copies them all without Python's lock. While a model trains, a thread that takes the
+        lock for every picture waits milliseconds each time.
         """
         rows = positions.numpy()
         spans = zip(self._starts[rows].tolist(), self._starts[rows + 1].tolist(), strict=True)

@@ -118,7 +118,7 @@ def _find_version() -> str:
 
 @cache
 def _index_tasks(include_path: str | None, defaults: bool) -> Any:
-    """Reads every task file, thousands of them with the harness's own: some seconds, once a process."""
+    """Reads every task file, thousands of them with the harness's own: some seconds, once per process."""
     _find_version()
     from lm_eval.tasks import TaskManager
 

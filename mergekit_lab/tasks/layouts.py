@@ -21,7 +21,7 @@ _SHARD = re.compile(r"(\d+)-of-(\d+)")
 
 
 def find_part_files(files: Sequence[str], part: str, subset: str | None) -> list[str]:
-    """Those of a repository's parquet or tar files that hold a part, by the hub's naming.
+    """The repository's parquet or tar files that hold a part, by the hub's naming.
 
     `data/train-00000-of-00002.parquet`, `<subset>/train-….parquet`, `<subset>/train/0000.parquet`,
     `train/0.tar`.
@@ -32,12 +32,12 @@ def find_part_files(files: Sequence[str], part: str, subset: str | None) -> list
 
 
 def is_shard(file: str) -> bool:
-    """Whether a file's name tells how many there are, `train-00000-of-00002.parquet`."""
+    """Whether a file's name says how many files there are, like `train-00000-of-00002.parquet`."""
     return _SHARD.search(file) is not None
 
 
 def find_missing_shards(files: Sequence[str]) -> list[str]:
-    """What is not among files whose names tell how many there are: `1 of 2 files data/train-…`."""
+    """Describe missing files of a numbered set, like `1 of 2 files data/train-…`."""
     numbered: dict[tuple[str, int], set[str]] = {}
     for file in files:
         if shard := _SHARD.search(file):
@@ -50,15 +50,15 @@ def find_missing_shards(files: Sequence[str]) -> list[str]:
 
 
 def open_rows(folder: Path, parts: Sequence[str], subset: str | None, image: str, label: str) -> Rows | None:
-    """The first of the parts that a folder has, in whichever layout; None if it has none.
+    """Open the first of these parts that a folder has, in any layout; None if it has none.
 
     Args:
-        parts: names of the part, in the order of preference.
-        subset: a repository's subset, where it has several.
+        parts: the part's names, in the order of preference.
+        subset: a repository's subset, if it has several.
         image, label: columns of parquet files.
 
     Raises:
-        InputError: files that cannot be read, or lack a column.
+        InputError: a file cannot be read or lacks a column.
     """
     names = [str(p.relative_to(folder)) for kind in ("*.parquet", "*.tar") for p in folder.rglob(kind)]
     for part in parts:

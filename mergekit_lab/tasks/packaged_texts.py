@@ -99,10 +99,10 @@ class Packages:
         folder.mkdir(parents=True, exist_ok=True)
 
     def find_file(self, pattern: str, command: list[str]) -> Path:
-        """The file that matches; the command downloads it if there is none.
+        """Find the file that matches the pattern, and download it if there is none.
 
         Raises:
-            InputError: the command is not there or fails.
+            InputError: the command is not installed, or fails.
         """
         files = sorted(self.folder.glob(pattern))
         if not files:
@@ -124,7 +124,7 @@ class Packages:
         return self.find_file(f"{name.replace('-', '_')}-{version}*", command)
 
     def read_debian(self, name: str, member: str) -> bytes:
-        """A file of a Debian package, by its path there."""
+        """Read a file of a Debian package, by its path in the package."""
         archive = self.find_file(f"{name}_*.deb", ["apt-get", "download", name])
         with tempfile.TemporaryDirectory() as folder:
             subprocess.run(["dpkg-deb", "-x", str(archive), folder], check=True)

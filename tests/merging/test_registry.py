@@ -4,6 +4,7 @@ import importlib.util
 import pkgutil
 import re
 from dataclasses import MISSING, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from mergekit_lab.merging import Method
 from mergekit_lab.paths import conf_dir
 
 HERE = Path(__file__).parent
-DOCS = HERE.parents[1] / "docs" / "mergers.md"
+DOCS = (HERE.parents[1] / "docs" / "mergers.md").read_text(encoding="utf-8")
 BASES = {
     "Method",
     "ScaledMethod",
@@ -68,6 +69,7 @@ OWN = {
 }
 
 
+@cache
 def classes() -> dict[str, type[Method]]:
     """The methods that the package's files define."""
     found: dict[str, type[Method]] = {}
@@ -79,6 +81,7 @@ def classes() -> dict[str, type[Method]]:
     return {name: cls for name, cls in found.items() if name not in BASES}
 
 
+@cache
 def configurations() -> dict[str, tuple[str, dict[str, Any]]]:
     """Of each class, the file's name and its plain content."""
     found = {}
@@ -93,7 +96,7 @@ every_merger = pytest.mark.parametrize("name", sorted(classes()))
 
 def test_every_file_of_a_merger_is_of_one_that_there_is() -> None:
     assert set(configurations()) == set(classes())
-    rows = re.findall(r"^\| `([A-Z]\w+)` \| `", DOCS.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    rows = re.findall(r"^\| `([A-Z]\w+)` \| `", DOCS, flags=re.MULTILINE)
     assert sorted(rows) == sorted(classes())
 
 
@@ -119,7 +122,7 @@ def test_a_merger_has_a_configuration_with_every_field_at_its_default(name: str)
 @every_merger
 def test_a_merger_has_a_row_in_the_documentation(name: str) -> None:
     file, _ = configurations()[name]
-    assert f"| `{name}` | `{file}` |" in DOCS.read_text(encoding="utf-8")
+    assert f"| `{name}` | `{file}` |" in DOCS
 
 
 @every_merger

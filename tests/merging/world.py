@@ -49,6 +49,7 @@ def grams(expert: str) -> dict[str, Tensor]:
 def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-6) -> None:
     assert found.keys() == wanted.keys()
     for name in wanted:
+        assert found[name].dtype == wanted[name].dtype, name
         assert relative_error(found[name], wanted[name]) <= tolerance, name
 
 

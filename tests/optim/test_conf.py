@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composing import composed, plain
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -18,30 +18,23 @@ OWN = {"asam": {"scaling"}, "ssamd": {"steps"}, "swa": {"steps"}, "wasam": {"ste
 PLAIN = {"adamw", "sgd"}
 
 
-def composed(option: str, *overrides: str):
-    with initialize_config_dir(str(conf_dir()), version_base=None):
-        cfg = compose("main", overrides=[f"optimizer={option}", *overrides])
-    return cfg, OmegaConf.to_container(cfg.optimizer, resolve=True)
-
-
 def test_every_optimizer_has_a_configuration() -> None:
-    classes = {
-        composed(file.stem)[1]["_target_"].rpartition(".")[2] for file in FILES if file.stem not in PLAIN
-    }
+    targets = [OmegaConf.load(file)._target_ for file in FILES if file.stem not in PLAIN]
+    classes = {target.rpartition(".")[2] for target in targets}
     public = (getattr(optim, name) for name in optim.__all__)
     assert classes == {c.__name__ for c in public if isinstance(c, type) and hasattr(c, "evaluate")}
 
 
 @pytest.mark.parametrize("option", [f.stem for f in FILES if f.stem not in PLAIN])
 def test_a_configuration_names_every_field_at_the_default_of_the_class(option: str) -> None:
-    cfg, plain = composed(option, "training.steps=7", "seed=0")
-    make = instantiate(cfg.optimizer)
+    cfg, _ = composed([f"optimizer={option}", "training.steps=7", "seed=0"])
+    make, content = instantiate(cfg.optimizer), plain(cfg.optimizer)
     fields = list(inspect.signature(make.func).parameters.values())[1:]
-    assert plain.keys() - {"_target_", "_partial_"} == {field.name for field in fields}
+    assert content.keys() - {"_target_", "_partial_"} == {field.name for field in fields}
     for field in fields[1:]:
         if field.name not in OWN.get(option, ()):
             wanted = list(field.default) if isinstance(field.default, tuple) else field.default
-            assert plain[field.name] == wanted, field.name
+            assert content[field.name] == wanted, field.name
     optimizer = make(list(Net().named_parameters()))
     assert optimizer.base.defaults["lr"] == cfg.training.lr
     assert optimizer.base.defaults["weight_decay"] == cfg.training.weight_decay
@@ -50,7 +43,7 @@ def test_a_configuration_names_every_field_at_the_default_of_the_class(option: s
 
 @pytest.mark.parametrize("option", ["mergopt", "wasam"])
 def test_a_method_takes_another_base_with_the_options_of_that_base(option: str) -> None:
-    cfg, _ = composed(option, "optimizer@optimizer.base=sgd", "training.lr=0.25")
+    cfg, _ = composed([f"optimizer={option}", "optimizer@optimizer.base=sgd", "training.lr=0.25"])
     optimizer = instantiate(cfg.optimizer)(list(Net().named_parameters()))
     assert type(optimizer.base) is torch.optim.SGD
     assert optimizer.defaults["lr"] == 0.25

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mergekit_lab.reporting import Origin, build_table, drawing, html, write_report
+from mergekit_lab.reporting import Origin, build_table, html, write_report
 from mergekit_lab.reporting.figures import Lines, Matrix, Plane, draw_analysis
 from mergekit_lab.reporting.origin import list_commands
 
@@ -113,19 +113,6 @@ def page(tmp_path_factory, study) -> Path:
         Matrix("a matrix", ["a", EVIL], [[1.0, 0.2], [0.3, 1.0]]),
     ]  # fmt: skip
     (folder / "analysis").mkdir()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(drawing, "save", save_picture)
-        return draw_page(folder, records, panels)
-
-
-def save_picture(figure, path: Path) -> Path:
-    """The PNG alone, for the page has no more."""
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=30)
-    return path
-
-
-def draw_page(folder: Path, records, panels) -> Path:
     draw_analysis(EVIL, panels, folder / "analysis" / "all", alphas=[0.0, 1.0, 2.0, 3.0, 4.0], box=(0.0, 1.0))
     return write_report(
         folder, records, curves={"a": CURVE}, searches={"merger1": SEARCH}, config_yaml="a: <b>", timings={},
@@ -222,7 +209,7 @@ def test_only_tables_and_heat_maps_scroll_sideways_and_every_figure_is_drawn(pag
     )
     assert found["page"][0] <= found["page"][1] == width
     assert found["drawn"]
-    assert len(found["charts"]) == 2 + 2 + 1 + 1 + 2 + 2 + 4, "bars, heat maps, search, cost, shares, curves"
+    assert len(found["charts"]) == 2 + 2 + 1 + 2 + 2 + 2 + 4, "bars, heat maps, search, cost, shares, curves"
     assert all(chart["smallest"] >= 11 for chart in found["charts"]), "as large as it is drawn"
     for chart in found["charts"]:
         assert chart["inside"] <= chart["width"] or chart["focus"] == 0, "what scrolls can be scrolled by keys"

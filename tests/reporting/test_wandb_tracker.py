@@ -5,6 +5,7 @@ import logging
 import os
 
 import pytest
+from PIL import Image
 from reporting.wandb_offline import KEY, items, offline_records
 
 from mergekit_lab.errors import InputError
@@ -32,9 +33,7 @@ def small_table(record):
 
 def test_an_offline_run_holds_all_that_was_logged_and_calls_nobody(server, monkeypatch, tmp_path, record):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    from matplotlib.figure import Figure
-
-    Figure(figsize=(1, 1)).savefig(tmp_path / "figure.png")
+    Image.new("RGB", (1, 1)).save(tmp_path / "figure.png")
     tracker = WandbTracker(project="a project", mode="offline")
     tags = ["glyph_clip", "sam", "ties", "ties", "", "x" * 90]
     tracker.start(CONFIG, run_dir=tmp_path / "run", name="a name", group="a group", job_type="merge", tags=tags)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
+from composing import composed
 from hydra.utils import get_class, instantiate
 
 from mergekit_lab import tasks
@@ -33,8 +33,7 @@ def test_a_task_file_states_every_field_and_the_class_defaults(path):
 
 @pytest.mark.parametrize("path", SUITES, ids=lambda path: path.stem)
 def test_a_suite_composes_into_tasks_keyed_by_name(path):
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose(overrides=[f"+suite={path.stem}"])
+    config, _ = composed([f"suite={path.stem}"])
     assert config.suite.name == path.stem
     made = {key: instantiate(value) for key, value in config.suite.tasks.items()}
     assert all(task.name == key for key, task in made.items())
@@ -83,8 +82,7 @@ def test_pretraining_keeps_clear_of_every_rendered_task() -> None:
 
 @pytest.mark.parametrize("name", CLIP_SUITES)
 def test_the_published_suites_hold_their_tasks_in_the_published_order(name):
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("main", [f"suite={name}"])
+    config, _ = composed([f"suite={name}"])
     assert config.suite.name == name.removesuffix("_saft"), "the same tasks, with that paper's validation"
     assert len(config.suite.tasks) == int(re.search(r"\d+", name)[0])
     assert list(config.suite.tasks)[:8] == [

@@ -8,7 +8,7 @@ const draw = async (place, chart, tall) => {
   panels.className = "panels";
   const heading = document.createElement("p");
   heading.className = "title";
-  heading.textContent = chart.title;
+  heading.textContent = chart.title.text;
   place.append(heading, panels);
   const boxes = chart.concat.map(panel => {
     const box = document.createElement("div"), inside = document.createElement("div");
@@ -18,11 +18,12 @@ const draw = async (place, chart, tall) => {
     panels.append(box);
     return [box, inside, panel];
   });
+  const config = {...chart.config, legend: {...chart.config.legend, columns: 2}};
   for (const [box, inside, {usermeta, ...panel}] of boxes) {
     const height = tall && typeof panel.height === "number" ? Math.round(innerHeight * 0.6) : panel.height;
-    await vegaEmbed(inside, {$schema: chart.$schema, config: chart.config, ...panel, ...size, height}, options);
+    await vegaEmbed(inside, {$schema: chart.$schema, config, ...panel, ...size, height}, options);
     const focus = () => {
-      if (box.scrollWidth > box.clientWidth) Object.assign(box, {tabIndex: 0, role: "region", ariaLabel: chart.title});
+      if (box.scrollWidth > box.clientWidth) Object.assign(box, {tabIndex: 0, role: "region", ariaLabel: chart.title.text});
     };
     focus();
     addEventListener("resize", focus);

@@ -1,0 +1,94 @@
+"""The study's figures."""
+
+import statistics
+from itertools import product
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from cells import ALONG, CORE
+from results_by_cell import Results, alignment, arms_along, values_along
+
+SHOWN = (-9.0, 9.0)
+"""Points that the figure shows. What falls below: the largest ρ, and task arithmetic at 0.4."""
+DRAWN = ("average", "task_arithmetic", "task_arithmetic at 0.4", "ties", "tsvm", "epimer")
+
+TITLES = {"distance": "learning rate x steps", "base": "steps of pretraining", "tasks": "tasks merged",
+          "likeness": "four tasks", "batch": "batch", "rho": "ρ / the published"}  # fmt: skip
+MAIN_VALUE = {"distance": "2e-4 x 300", "base": "20000", "tasks": "8", "likeness": "all 8", "batch": "64",
+              "rho": "1"}  # fmt: skip
+
+
+def draw_axes(results: Results, path: Path) -> None:
+    """Gains along each axis: a column an axis, a row a merger, a line an optimizer."""
+    axes = {axis: places for axis in ALONG if len(places := [
+        place for place in values_along(results, axis)
+        if any(results.gains("glyphs", *place, arm, "experts") for arm in arms_along(axis))
+    ]) > 1}  # fmt: skip
+    shape = (len(DRAWN), len(axes))
+    fig, panels = plt.subplots(
+        *shape, figsize=(2.7 * shape[1], 1.6 * shape[0]), sharex="col", sharey=True, squeeze=False
+    )
+    for (column, (axis, places)), (row, merger) in product(enumerate(axes.items()), enumerate(DRAWN)):
+        panel = panels[row][column]
+        panel.axhline(0, color="black", linewidth=0.8)
+        panel.set_ylim(*SHOWN)
+        for number, arm in enumerate(arms_along(axis)):
+            gains = {x: g for x, (own, value) in enumerate(places)
+                     if (g := results.gains("glyphs", own, value, arm, merger))}  # fmt: skip
+            ends = {x + 0.1 * (number - 1): g for x, g in gains.items()}
+            line = "none" if axis == "likeness" else "-"
+            means = [statistics.mean(g) for g in ends.values()]
+            panel.plot(list(ends), means, linestyle=line, color=f"C{number}", linewidth=1)
+            for (x, g), mean in zip(ends.items(), means, strict=True):
+                error = statistics.stdev(g) if len(g) > 1 else None
+                face = "white" if error is None else f"C{number}"
+                panel.errorbar(
+                    x,
+                    mean,
+                    error,
+                    marker="o",
+                    markersize=4,
+                    color=f"C{number}",
+                    markerfacecolor=face,
+                    capsize=2,
+                )
+        names = [value or MAIN_VALUE[axis] for _, value in places]
+        panel.set_xticks(range(len(places)), names, fontsize=8, rotation=40, ha="right")
+        panel.tick_params(axis="y", labelsize=8)
+        if row == 0:
+            panel.set_title(TITLES[axis], fontsize=9)
+        if column == 0:
+            panel.set_ylabel(merger.replace("_", " "), fontsize=8)
+    arms = [arm for arm in CORE if arm != "adamw"]
+    handles = [plt.Line2D([], [], color=f"C{n}", marker="o", markersize=4, label=a) for n, a in enumerate(arms)]
+    handles.append(
+        plt.Line2D([], [], color="gray", marker="o", markerfacecolor="white", ls="", label="one seed")
+    )
+    fig.legend(handles=handles, loc="upper center", ncols=len(handles), fontsize=9, frameon=False)
+    fig.supylabel("gain over AdamW in points", fontsize=9)
+    fig.tight_layout(rect=(0, 0, 1, 0.97))
+    fig.savefig(path, dpi=90)
+
+
+def draw_alignment(results: Results, path: Path) -> None:
+    """Gains of tuned task arithmetic and TIES over the rise of the cosine."""
+    fig, panels = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
+    groups = {"main, glyphs": ("glyphs", "main"), "main, minilm": ("minilm", "main")}
+    groups |= {axis: ("glyphs", axis) for axis in ALONG}
+    for panel, column in zip(panels, ("task_arithmetic", "ties"), strict=True):
+        panel.axhline(0, color="black", linewidth=0.8)
+        for number, (name, kind) in enumerate(groups.items()):
+            points = [p[column] for cell, p in alignment(results).items() if cell[:2] == kind]
+            panel.plot(
+                *zip(*points, strict=True), "os^vD*PX"[number], color=f"C{number}", label=name, markersize=5
+            )
+        panel.set_ylim(*SHOWN)
+        panel.set_title(column.replace("_", " "), fontsize=9)
+        panel.set_xlabel("cosine between task vectors, over AdamW's", fontsize=8)
+    panels[0].set_ylabel("gain over AdamW in points", fontsize=8)
+    panels[1].legend(fontsize=7)
+    fig.tight_layout()
+    fig.savefig(path, dpi=90)

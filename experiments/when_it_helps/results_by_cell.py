@@ -1,0 +1,112 @@
+"""The study's lines by what they are of, and what is computed from a cell and AdamW's beside it."""
+
+import math
+import statistics
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from cells import ALONG, ARMS, CORE, RHOS
+
+Line = dict[str, Any]
+
+
+class Key(NamedTuple):
+    """Of a line."""
+
+    world: str
+    axis: str
+    value: str
+    arm: str
+    seed: int
+
+
+class Results(dict[Key, Line]):
+    """Lines by what they are of."""
+
+    @classmethod
+    def of(cls, lines: Iterable[Line]) -> "Results":
+        """The latest good line of each cell."""
+        return cls({Key(*(line[name] for name in Key._fields)): line for line in lines if "error" not in line})
+
+    def reference(self, key: Key) -> Key:
+        """AdamW's cell that a cell is compared with; of values that AdamW does not have, the main one."""
+        alike = f"adamw, {key.arm.partition(', ')[2]}"
+        arm = alike if alike in ARMS else "adamw"
+        return key._replace(arm=arm, axis="main", value="") if key.axis == "rho" else key._replace(arm=arm)
+
+    def gain(self, key: Key, column: str) -> float | None:
+        """Of one cell; None where it or AdamW's does not have it."""
+        own, other = accuracy(self.get(key), column), accuracy(self.get(self.reference(key)), column)
+        return None if own is None or other is None else own - other
+
+    def gains(self, world: str, axis: str, value: str, arm: str, column: str) -> list[float]:
+        """Of every seed that both have, in the order of seeds."""
+        keys = [Key(world, axis, value, arm, seed) for seed in self.seeds(world, axis, value, arm)]
+        return [gain for key in keys if (gain := self.gain(key, column)) is not None]
+
+    def seeds(self, world: str, axis: str, value: str, arm: str) -> list[int]:
+        return sorted(k.seed for k in self if k[:4] == (world, axis, value, arm))
+
+    def worlds(self) -> list[str]:
+        """Those in which AdamW was measured: without it there is no gain."""
+        return list(dict.fromkeys(k.world for k in self if k[1:4] == ("main", "", "adamw")))
+
+
+def accuracy(line: Line | None, column: str) -> float | None:
+    """Per cent, mean over tasks; None where a line does not have it."""
+    if line is None:
+        return None
+    if column in ("experts", "zero_shot"):
+        values: dict[str, float] | None = {task: line[column][task] for task in line["tasks"]}
+    else:
+        name, _, fixed = column.partition(" at ")
+        merger = line["mergers"].get(name, {})
+        values = merger.get("fixed" if fixed else "accuracy")
+    return None if values is None else 100 * sum(values.values()) / len(values)
+
+
+def measure_of(line: Line, name: str) -> float | None:
+    """A measure of a line, if it has it."""
+    if name == "length":
+        count = len(line["tasks"])
+        return float(line["norm"] * math.sqrt((1 + (count - 1) * line["cosine"]) / count))
+    value = line.get(name, line.get("measures", {}).get(name))
+    return float(value) if value is not None else None
+
+
+def values_along(results: Results, axis: str) -> list[tuple[str, str]]:
+    """Axis and value of the lines along an axis in its order, the main cell among them."""
+    order = [("main", "") if value is None else (axis, value) for value in ALONG[axis]]
+    return [place for place in order if any(k.axis == place[0] and k.value == place[1] for k in results)]
+
+
+def arms_along(axis: str) -> list[str]:
+    """Those that have cells along an axis."""
+    return list(RHOS) if axis == "rho" else [arm for arm in CORE if arm != "adamw"]
+
+
+def alignment(results: Results) -> dict[tuple[str, str, str, str], dict[str, tuple[float, float]]]:
+    """Of SAM and ASAM at every value of every axis: how much more alike task vectors are, and each gain."""
+    cells = dict.fromkeys(k[:4] for k in results if k.arm in RHOS)
+    columns = ("task_arithmetic", "ties", "tsvm")
+    known = {cell: {c: p for c in columns if (p := point_of(results, cell, "cosine", c))} for cell in cells}
+    return dict(sorted(((k, v) for k, v in known.items() if v), key=lambda each: each[1]["ties"][0]))
+
+
+def point_of(
+    results: Results, arm: tuple[str, str, str, str], name: str, column: str
+) -> tuple[float, float] | None:
+    """A measure's difference to AdamW's and the gain, means over seeds; None where there are none."""
+    changes, gains = [], []
+    for key in (Key(*arm, seed) for seed in results.seeds(*arm)):
+        reference = results.reference(key)
+        if reference == key or reference not in results:
+            continue
+        own, other = (measure_of(results[k], name) for k in (key, reference))
+        if own is None or other is None or (name != "cosine" and min(own, other) <= 0):
+            continue
+        gain = results.gain(key, column)
+        if gain is not None:
+            changes.append(own - other if name == "cosine" else math.log(own / other))
+            gains.append(gain)
+    return (statistics.mean(changes), statistics.mean(gains)) if gains else None
