@@ -1,12 +1,9 @@
 """mergekit recipes: a YAML of arcee-ai/mergekit, run by the methods here.
 
-What is read: `merge_method` (linear, task_arithmetic, ties, dare_linear, dare_ties, slerp, breadcrumbs,
-breadcrumbs_ties, della, della_linear, model_stock), `models` or `slices` over the same layers, `base_model`,
-`parameters` with filters and gradients on every level, `dtype`, `out_dtype`, `tokenizer_source`,
-`chat_template: auto`. All else is refused by name, but for a parameter of other methods: that has no effect, as
-in mergekit, and a note says so. mergekit computes in `dtype`, here arithmetic is float32 and `dtype` is what is
-stored; its random masks come from torch's generator, here from a counter, so that `dare_*` and `della*` agree
-in distribution only.
+docs/mergekit.md says what is read. All else is refused by name, but for a parameter of other methods: that has
+no effect, as in mergekit, and a note says so. mergekit computes in `dtype`; here arithmetic is float32, and
+`dtype` is what is stored. Its random masks come from torch's generator, here from a counter, so `dare_*` and
+`della*` agree in distribution only.
 """
 
 from __future__ import annotations
