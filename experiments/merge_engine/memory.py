@@ -4,13 +4,12 @@
 
 Experts of one matrix, read from files and written to one, every method in a process of its own.
 What is measured is the peak of `RssAnon` above what the process held before, after a merge of a small matrix;
-files that are mapped are not in it. Ends with an error that names the methods above their bounds:
+files that are mapped are not in it. Ends with an error that names the methods above their bounds, which are
+those that `dry_run=true` states for any shape: 4 MiB, four results and two for every thread, and
 
-- methods that work in blocks: two results, eight blocks an expert and four more for every thread, and the
-  counters of TIES;
-- others: `3 (T + 2)` times the largest matrix that is made, in float32. That is the tensor. Of CAT, KnOTS and
+- of methods that work in blocks eight blocks an expert and four more for every thread, and TIES' counters;
+- of others `2 T + 16` times the largest matrix that is made, in float32. That is the tensor. Of CAT, KnOTS and
   Core Space it may be the square of its outputs, or the outputs times what the experts' inputs span of them.
-  Of blocks under 32 MiB glibc keeps up to 64 MiB for reuse, which come on top.
 """
 
 from __future__ import annotations
@@ -75,19 +74,18 @@ def merge(folder: Path, label: str) -> None:
 
 def bound(method: Method, rows: int, columns: int, experts: int, dtype: torch.dtype) -> int:
     """In MB; see above."""
+    threads = torch.get_num_threads() if method.elementwise else 1
+    held = (4 << 20) + (2 * threads + 4) * rows * columns * dtype.itemsize
     if method.elementwise:
-        threads = torch.get_num_threads()
-        counters = (2 << 23) * threads * experts if isinstance(getattr(method, "inner", method), TIES) else 0
-        blocks = threads * 4 * CPU_BLOCK * (8 * experts + 4)
-        return round((2 * rows * columns * dtype.itemsize + blocks + counters) / 1e6)
+        held += threads * 4 * CPU_BLOCK * (8 * experts + 4)
+        if isinstance(getattr(method, "inner", method), TIES):
+            held += (2 << 23) * threads * experts
+        return round(held / 1e6)
     largest = rows * columns
     if isinstance(method, CAT | SubspaceMethod):
         sides = ((rows, experts * columns), (columns, experts * rows))
         largest = max(largest, *(side * min(side, others) for side, others in sides))
-    return round((3 * (experts + 2) * largest * 4 + _KEPT) / 1e6)
-
-
-_KEPT = 64 << 20
+    return round((held + (2 * experts + 16) * largest * 4) / 1e6)
 
 
 def measure(small: Path, large: Path, label: str, told: Any) -> None:

@@ -144,7 +144,7 @@ def _refuse_contradictions(
                 raise InputError(
                     f"the tokenizer of {expert.label!r} has {token!r} in row {row}, unlike another "
                     f"expert's, and {base.label} has no tokenizer to decide: put the base's tokenizer files "
-                    "beside it, or set embeddings=base"
+                    "next to it, or set embeddings=base"
                 )
 
 
@@ -269,7 +269,7 @@ def _pad(
             )
     raise InputError(
         f"embeddings=pad: no tokenizer here knows all {len(union)} tokens: set tokenizer_from=… to a folder "
-        "whose tokenizer does (an expert's name, if the other experts' own tokens may go), "
+        "whose tokenizer does (an expert's name, if the other experts' own tokens may be dropped), "
         "or embeddings=intersect"
     )
 

@@ -147,8 +147,8 @@ class _RowMap:
             if moved:
                 notes.append(
                     f"warning: {len(moved)} tokens of the base have other rows in the result "
-                    f"({listing(moved, 4)}); ids in config.json beside those of begin, end and padding are "
-                    "still the base's"
+                    f"({listing(moved, 4)}); ids in config.json other than begin, end and padding are still "
+                    "the base's"
                 )
         rows = self.rows if self.rows != self.base.specs[self.names[0]].shape[0] else None
         return Reconciled(base, experts, (), rows, tokenizer, self.move_side, tuple(notes))

@@ -181,7 +181,7 @@ class _Opener:
                 self.notes += _doubt_base(name, adapter.info.base_name, base)
             if adapter is not None and adapter.source and (beside := find_weights(adapter.source)):
                 self.notes.append(
-                    f"{name}: its adapter was read, the model beside that ({beside[0].name}) was not"
+                    f"{name}: its adapter was read, the model next to it ({beside[0].name}) was not"
                 )
             return opened
         model = self.open(f"the base of {name}", source.model, None)
@@ -209,10 +209,10 @@ def _describe_folder(base: Checkpoint) -> list[str]:
     """What of the base's folder is not merged."""
     library, other, notes = find_library(base), find_other_weights(base), []
     if library is not None and other is not None:
-        notes.append(f"the base is the model for {library.name}; {other.name} beside it was not read")
+        notes.append(f"the base is the model for {library.name}; {other.name} next to it was not read")
     parts = find_parts_with_weights(base.folder) if library is TRANSFORMERS and base.folder else []
     if parts:
-        notes.append(f"{listing(parts)}: weights of sentence-transformers beside the model, the base's own")
+        notes.append(f"{listing(parts)}: weights of sentence-transformers outside the model are the base's")
     return notes
 
 
@@ -222,13 +222,13 @@ def _require_kin(base: Checkpoint, expert: Checkpoint) -> Checkpoint:
     if 2 * len(factors) > len(expert) and not base.keys() & expert.keys():
         raise InputError(
             f"expert {expert.label!r} holds an adapter's factors ({listing(factors)}) without the "
-            "adapter_config.json that peft writes beside them: give the folder that has both, or a model that "
+            "adapter_config.json that peft writes with them: give the folder that has both, or a model that "
             "the adapter was merged into"
         )
     other = find_other_weights(base)
     if other is not None and 2 * len(base.keys() & expert.keys()) < len(expert):
         raise InputError(
-            f"expert {expert.label!r} shares few names with the base, but {other.name} is beside the base: "
+            f"expert {expert.label!r} shares few names with the base, but {other.name} is next to the base: "
             f"if the expert belongs to that, set base={other}"
         )
     return expert

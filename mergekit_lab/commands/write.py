@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import Progress, SpinnerColumn, track
+from rich.progress import Progress, SpinnerColumn, Task, TimeRemainingColumn, track
+from rich.text import Text
 from torch import Tensor
 
 from mergekit_lab.checkpoints import (
@@ -74,6 +75,13 @@ def write(
     return out
 
 
+class _Remaining(TimeRemainingColumn):
+    """The time that is left, once a twentieth is done: the smallest tensors have no pace."""
+
+    def render(self, task: Task) -> Text:
+        return super().render(task) if task.percentage >= 5 else Text("-:--:--", "progress.remaining")
+
+
 def _write_model(
     prepared: Prepared, out: Path, overwrite: bool, format: str, progress: bool, told: Mapping[str, Any]
 ) -> None:
@@ -92,7 +100,8 @@ def _write_model(
             ShardedWriter(folder, specs, limit, stem) as writer,
             Progress(
                 SpinnerColumn(),
-                *Progress.get_default_columns(),
+                *Progress.get_default_columns()[:-1],
+                _Remaining(),
                 disable=not progress,
                 transient=True,
                 speed_estimate_period=600.0,  # of a whole merge, whose tensors differ in what they cost

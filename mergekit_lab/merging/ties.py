@@ -78,11 +78,6 @@ PRESETS = {
 }
 
 
-def trim(deltas: Tensor, largest: Largest, offset: int = 0) -> Tensor:
-    """Step 1: the block `[T, n]` from a flat index on, with all but the largest entries zero."""
-    return largest.trim(deltas, offset)
-
-
 def elect(votes: Tensor, election: str) -> Tensor:
     """Step 2: the sign of each entry `[n]` of `[T, n]`; 0 where the votes are even."""
     return (votes.sign() if election == "frequency" else votes).sum(dim=0).sign_()
@@ -202,7 +197,7 @@ class TIES(ScaledMethod):
         def add_signs(share: _Blocks) -> float:
             total = torch.zeros((), dtype=torch.float64)
             for deltas, site in share():
-                signs = elect(site.weigh(trim(deltas, largest)), self.election)
+                signs = elect(site.weigh(largest.trim(deltas)), self.election)
                 total = total.to(signs.device) + signs.sum(dtype=torch.float64)
             return float(total)
 
@@ -221,7 +216,7 @@ class TIES(ScaledMethod):
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         survey: _TIESSurvey = site.survey if self.rule.whole_model else site.tensor
-        trimmed = trim(deltas, survey.largest, site.offset)
+        trimmed = survey.largest.trim(deltas, site.offset)
         values = site.weigh(trimmed)
         votes = values if self.rule.weighed_votes else trimmed
         signs = self._break_ties(elect(votes, self.election), votes, survey)

@@ -176,7 +176,7 @@ class WrappedOptimizer(GroupSettings):
         and replayed. Sets `replay`.
 
         A loop that replays first calls `plan`. It calls `prepare_step` before a replay and `count_step` after
-        it. `step` does both itself.
+        it. `step` calls `prepare_step` itself, and `update` counts.
         """
         seed, factor = torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), device=device)
         self.replay = ReplayState(torch.Generator(device), seed, factor)
@@ -258,7 +258,7 @@ class WrappedOptimizer(GroupSettings):
             ", or call optimizer.train() before the first of them" if self.evaluations_per_step == 1 else ""
         )
         raise InputError(
-            f"{type(self).__name__}.step(closure) evaluates its batch anew and would drop the gradients that "
+            f"{type(self).__name__}.step(closure) evaluates its batch again and would drop the gradients that "
             f"{len(new)} parameters have from before ({describe(new, self.names)}). If a loop accumulates "
             "micro-batches (Lightning's accumulate_grad_batches, accelerate's gradient_accumulation_steps), go "
             f"over them inside the closure{train_mode}. If these gradients are not wanted, call "

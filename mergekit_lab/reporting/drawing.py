@@ -95,7 +95,7 @@ def _find_scales(panel: Chart) -> Iterator[tuple[str, str, str]]:
 
 
 def load_chart(picture: Path) -> Chart | None:
-    """The description beside a picture; None where there is nothing, or nothing that can be drawn."""
+    """The description next to a picture; None if there is nothing to draw."""
     try:
         chart = json.loads(picture.with_suffix(SUFFIX).read_text(encoding="utf-8"))
         panels = all(isinstance(panel, dict) for panel in chart["concat"])

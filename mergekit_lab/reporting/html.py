@@ -57,7 +57,7 @@ class Figure:
 
     @property
     def chart(self) -> Chart | None:
-        """The same as Vega-Lite, where it was written beside the picture."""
+        """The figure as Vega-Lite, if it was written next to the picture."""
         return load_chart(self.path)
 
 

@@ -5,6 +5,7 @@ them, and `wandb_link` then says which run used what).
 """
 
 import json
+import logging
 import netrc
 import os
 import re
@@ -19,6 +20,7 @@ from mergekit_lab.reporting.records import Record
 from mergekit_lab.reporting.tables import Table
 from mergekit_lab.reporting.trackers import Product, Start, Tracker
 
+log = logging.getLogger(__name__)
 _MODES = ("online", "offline", "disabled")
 LINEAGE = "wandb_lineage.jsonl"
 """In a run's folder: what its offline runs made, and of what; a line each."""
@@ -71,7 +73,7 @@ class WandbTracker(Tracker):
         self._logged: dict[str, Any] = {}
         self._here: set[str] = set()
         self._used: set[str] = set()
-        self._unreachable = False
+        self._unreachable = self._told = False
 
     def _begin(self, start: Start) -> None:
         self._run, self._folder, self._here, self._used = None, start.folder, set(), set()
@@ -79,6 +81,11 @@ class WandbTracker(Tracker):
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
+        mode: Any = "offline" if self._unreachable else self._resolve_mode()
+        quiet = os.environ.get("WANDB_QUIET", "true").lower() in ("1", "true", "yes")
+        if mode == "offline" and quiet and not self._told:
+            log.info("W&B is offline; later: wandb sync %s/wandb/offline-run-*", start.folder)
+            self._told = True
         arguments: dict[str, Any] = {
             "project": self.project,
             "entity": self.entity,
@@ -93,10 +100,10 @@ class WandbTracker(Tracker):
             "settings": wandb.Settings(
                 console="off",
                 init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", _INIT_TIMEOUT)),
-                quiet=os.environ.get("WANDB_QUIET", "true").lower() in ("1", "true", "yes"),
+                quiet=quiet,
+                silent=quiet and mode == "offline",
             ),
         }
-        mode: Any = "offline" if self._unreachable else self._resolve_mode()
         try:
             again: Any = "allow" if self.resume and start.identity and mode == "online" else None
             self._run = wandb.init(mode=mode, resume=again, **arguments)

@@ -58,7 +58,7 @@ def list_runs(cfg: DictConfig) -> list[Path]:
 
 
 def report_runs(cfg: DictConfig, folders: Sequence[Path], folder: Path, arguments: Sequence[str] = ()) -> None:
-    """`stage=report runs=…`: one comparison over runs that are there, from their folders alone.
+    """`stage=report runs=…`: write one comparison over existing runs, only from their folders.
 
     Raises:
         InputError: none of the runs has a result.

@@ -26,7 +26,7 @@ from mergekit_lab.runs.combine import merge_content, merge_experts, merge_inputs
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.learn import coefficients_node, is_learned, load_learned_method
 from mergekit_lab.runs.mergers import Merger, say_fields
-from mergekit_lab.runs.models import PARTS, Model, read_peak_memory
+from mergekit_lab.runs.models import TASK_FACTORS, Model, read_peak_memory
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import MODEL, Run
 from mergekit_lab.runs.search import read_coefficient, read_fields, search_node
@@ -126,7 +126,7 @@ def _log(run: Run, node: Node, artifact: Artifact) -> None:
         )  # fmt: skip
 
 
-def _write_parts(run: Run, method: Method, folder: Path) -> None:
+def _write_task_factors(run: Run, method: Method, folder: Path) -> None:
     """What makes every task's own model of the base."""
     folder.mkdir()
     base = open_checkpoint(run.base_state, "the base")
@@ -152,7 +152,7 @@ def _merge(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
         torch.cuda.reset_peak_memory_stats(run.device)
     write_tensors(workspace.out / MODEL, merge_experts(run, method, notes=notes))
     if method.by_task:
-        _write_parts(run, method, workspace.out / PARTS)
+        _write_task_factors(run, method, workspace.out / TASK_FACTORS)
     (workspace.out / "notes.json").write_text(json.dumps(notes, indent=1))
     return {
         "method": repr(method),

@@ -25,7 +25,7 @@ from mergekit_lab.store import Artifact, make_key
 from mergekit_lab.store.store import Workspace
 from mergekit_lab.tasks import HarnessTask, Part
 
-PARTS = "tasks"
+TASK_FACTORS = "tasks"
 """The folder, of a method that makes a model for every task, of what these are made of."""
 SAMPLES = "samples.npy"
 """What every sample contributed to an evaluation's value, where that is their mean."""
@@ -73,7 +73,7 @@ class Model:
         artifact = run.need(self.node)
         if self.merger is not None and self.merger.method.by_task:
             base = open_checkpoint(run.base_state, "the base")
-            return LowRank(artifact.folder / PARTS, base, f"the model of {self.merger.label}", [task])
+            return LowRank(artifact.folder / TASK_FACTORS, base, f"the model of {self.merger.label}", [task])
         return load_state(artifact)
 
     def load(self, run: Run, task: str) -> nn.Module:

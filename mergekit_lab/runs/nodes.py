@@ -29,8 +29,8 @@ class Node:
         decide: returns its content, everything that decides it. Called when the key is needed.
         make: writes its files into a workspace and returns its info.
         needs: what it is made of.
-        awaits: what must be made before it has its name, because the outcome is part of its content. Until then
-            `decide` gives a name that nothing is published under.
+        awaits: nodes whose results are part of this node's content, such as the coefficient that was chosen.
+            Until they are made, `decide` returns a placeholder that nothing is published under.
     """
 
     kind: str
@@ -63,7 +63,7 @@ class Node:
 
 
 class HasNodes(Protocol):
-    """What remembers the nodes that were declared of it: a run."""
+    """Anything that keeps the nodes declared of it; in practice a `Run`, which this file must not import."""
 
     nodes: dict[Any, Node]
 

@@ -1,7 +1,7 @@
 """The LightningModule: a model that trains by the objectives of its tasks, with any of our optimizers.
 
-Optimizers that evaluate a batch twice call `training_step` twice. Everything here that must happen once a
-step (recording the loss, clipping the gradient that the weights follow) is tied to the right one of the two.
+Optimizers that evaluate a batch twice call `training_step` twice. What must happen once per step is tied to the
+right call: recording the loss to the first, clipping to the gradient that the base uses.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optim
 
 
 class FinetuneModule(RecordedModule):
-    """The mean of the objectives' losses over all items of a batch; a schedule with linear warm-up.
+    """Trains on the mean loss over all items of a batch, with a learning-rate schedule after linear warm-up.
 
     Args:
         model: all its parameters that require gradients are trained.
@@ -46,19 +46,19 @@ class FinetuneModule(RecordedModule):
         make_optimizer: builds the optimizer from named parameters.
         steps, warmup_steps: of the schedule.
         schedule: see `TrainingSettings`.
-        clock: if given, it says how far the schedule is, in place of the number of steps done.
-        accumulate: micro-batches that the batch of every evaluation is cut into.
-        clip_norm: largest L2 norm of the gradient that the weights follow; None does not clip.
+        clock: gives the schedule's progress instead of the number of steps.
+        accumulate: number of micro-batches per evaluation.
+        clip_norm: largest L2 norm of the gradient that the base uses; None does not clip.
         label_smoothing: in [0, 1).
         compile: whether the model is compiled, or "auto".
         capture: whether steps are recorded in CUDA graphs and replayed, or "auto".
-        seed: of everything random in a step (dropout): each step seeds anew from (seed, step), so that a
-            resumed run draws what the uninterrupted one does.
+        seed: seeds dropout and other random numbers anew in each step, by (seed, step). A resumed run draws the
+            same numbers as an uninterrupted one.
         record_every: steps between two points of the training curve.
         on_metrics: called with every point, `(metrics, step)`.
 
     Attributes:
-        replays: whether steps are recorded and replayed, from when optimizers are configured.
+        replays: whether steps are recorded and replayed; set when optimizers are configured.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class FinetuneModule(RecordedModule):
         return objective
 
     def configure_model(self) -> None:
-        """Spread the weights over processes, inner blocks first, where the strategy has a mesh for it."""
+        """Shard the weights over processes, inner blocks first, if the strategy has a mesh."""
         if self.device_mesh is None or isinstance(self.model, FSDPModule):
             return
         mesh = self.device_mesh["data_parallel"]
@@ -123,8 +123,8 @@ class FinetuneModule(RecordedModule):
             )
         if self.trainer.gradient_clip_val is not None:
             raise InputError(
-                f"Trainer(gradient_clip_val={self.trainer.gradient_clip_val}) has no effect here, for the "
-                "gradient that the weights follow is clipped and not that of every evaluation: leave it out, "
+                f"Trainer(gradient_clip_val={self.trainer.gradient_clip_val}) has no effect here, because only "
+                "the gradient that the base uses is clipped: leave it out, "
                 "and set training.clip_norm (FinetuneModule(clip_norm=…))"
             )
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
@@ -157,10 +157,12 @@ class FinetuneModule(RecordedModule):
         torch.autograd.grad(loss, trained, allow_unused=True)
 
     def optimizer_zero_grad(self, *_: Any) -> None:
-        """Nothing: Lightning calls this after `training_step`, which has gradients of micro-batches by then."""
+        """Do nothing. Lightning calls this after `training_step`, when gradients of micro-batches already
+        exist.
+        """
 
     def training_step(self, batch: Batches, batch_idx: int) -> Tensor:
-        """The loss of the batch, for Lightning to go back from; of a whole step where steps are replayed."""
+        """The batch's loss, from which Lightning goes backward. If steps are replayed, a whole step."""
         if self._replay is None:
             return self._evaluate(batch)
         self._first_loss = self._replay(batch)
@@ -318,7 +320,7 @@ class FinetuneModule(RecordedModule):
         return "" if can_keep_on_device(base, self.device) else f"{type(base).__name__} reads the host"
 
     def forget_graphs(self) -> None:
-        """Let go of recorded steps and of the compiled model; training is over."""
+        """Free recorded steps and the compiled model after training."""
         self._replay = None
         self._runs = [self.model]
 
@@ -361,7 +363,7 @@ class FinetuneModule(RecordedModule):
 
 
 def compute_rate(step: float, steps: int, warmup_steps: int, schedule: str = "cosine") -> float:
-    """The factor on the learning rate: 0 to 1 linearly over the warm-up, then as the schedule says."""
+    """The factor on the learning rate: linear from 0 to 1 over the warm-up, then by the schedule."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))

@@ -67,7 +67,9 @@ class RecordedModule(lightning.LightningModule):
         raise NotImplementedError
 
     def end_step(self) -> None:
-        """Look at the loss of the step in hand, once. What a callback saves comes before the hook."""
+        """Record and check the current step's loss, once. Lightning's hook comes only after callbacks have
+        saved.
+        """
         step = self.global_step
         if step == self._looked_at:
             return

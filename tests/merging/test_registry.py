@@ -1,6 +1,6 @@
 """A merger that is forgotten somewhere fails here by its name."""
 
-import importlib
+import importlib.util
 import pkgutil
 import re
 from dataclasses import MISSING, fields
@@ -136,3 +136,14 @@ def test_a_merger_is_pinned_by_an_original_or_where_it_is_said(name: str) -> Non
     assert golden != (name in NOT_GOLDEN)
     if not golden:
         assert f"{name}(" in (HERE / NOT_GOLDEN[name]).read_text(encoding="utf-8")
+
+
+def test_every_merger_has_a_row_in_the_benchmarks_of_time_and_memory() -> None:
+    spec = importlib.util.spec_from_file_location(
+        "bench", HERE.parents[1] / "experiments/merge_engine/bench.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    assert {type(method).__name__ for method in bench.methods().values()} == set(classes())

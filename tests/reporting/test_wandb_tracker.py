@@ -249,16 +249,17 @@ def test_an_unknown_mode_is_refused():
         WandbTracker(mode="of")
 
 
-def test_the_end_of_a_run_prints_no_summary(server, monkeypatch, tmp_path, capfd):
+def test_offline_runs_print_one_line_in_all(server, monkeypatch, tmp_path, capfd, caplog):
+    caplog.set_level("INFO", "mergekit_lab")
     monkeypatch.delenv("WANDB_SILENT")
     tracker = WandbTracker(mode="offline")
-    tracker.start({}, run_dir=tmp_path / "run", name="n")
-    tracker.log({"loss": 1.0}, step=1)
-    tracker.finish()
-    told = "".join(capfd.readouterr())
-    assert "Run data is saved locally" in told
-    assert "Run summary" not in told
-    assert "Run history" not in told
+    for job in ("finetune", "merge"):
+        tracker.start({}, run_dir=tmp_path / "run", name=job)
+        tracker.log({"loss": 1.0}, step=1)
+        tracker.finish()
+    assert "".join(capfd.readouterr()) == ""
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("mergekit_lab")]
+    assert told == [f"W&B is offline; later: wandb sync {tmp_path / 'run'}/wandb/offline-run-*"]
 
 
 @pytest.mark.parametrize("module", ["wandb_link", "wandb_dashboard"])

@@ -197,5 +197,8 @@ def test_a_merge_that_factorizes_begins_with_what_is_soon_done_and_counts_by_cos
     method = TSVM()
     (reader,) = open_readers(open_inputs(base, [base, base], method), method, "cpu", None)
     assert plan_jobs(reader) == [["d"], ["b"], ["c"], ["a"]]
-    assert [count_work(method, name, tensor.shape) for name, tensor in base.items()] == [64**3, 8**3, 32**3, 9]
+    assert [count_work(method, name, tensor.shape) for name, tensor in base.items()] == [
+        4 * 64**3, 4 * 8**3, 4 * 32**3, 9,
+    ]  # fmt: skip
+    assert count_work(method, "a", (256, 64)) == (4 + 3) * 64**3
     assert count_work(TIES(), "a", (64, 64)) == 64**2
