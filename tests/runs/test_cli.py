@@ -58,7 +58,9 @@ def test_a_run_s_folder_that_another_writes_to_is_refused_before_any_work(tmp_pa
     done = run_program(tmp_path, *sweep, "run_dir=run")
     os.close(held)
     assert done.returncode == 1
-    assert done.stderr == ("another run or sweep is writing to run: wait for its end, or set run_dir=PATH\n")
+    (said,) = done.stderr.splitlines()
+    assert "another run" in said
+    assert "run_dir=PATH" in said
     assert not list(folder.iterdir())
     again = run_program(tmp_path, *sweep, "run_dir=run", "suite.tasks=7")
     assert "another run" not in again.stderr
@@ -69,9 +71,10 @@ def test_a_run_s_folder_that_cannot_be_written_is_refused_before_any_work(tmp_pa
     (tmp_path / "file").write_text("")
     done = run_program(tmp_path, *sweep, "run_dir=file/run")
     assert done.returncode == 1
-    assert done.stderr == (
-        "the folder file/run of what this run leaves cannot be written (Not a directory): set run_dir=PATH\n"
-    )
+    (said,) = done.stderr.splitlines()
+    assert "file/run" in said
+    assert "Not a directory" in said
+    assert "run_dir=PATH" in said
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
