@@ -15,8 +15,8 @@ from mergekit_lab.runs.run import resolve_devices
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be taken away here")
 def test_cores_that_were_taken_away_do_not_count() -> None:
     code = (
-        "import os; from mergekit_lab.machine import usable_cores; "
-        "os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); print(usable_cores())"
+        "import os; from mergekit_lab.machine import count_cores; "
+        "os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); print(count_cores())"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "1"
 
