@@ -59,7 +59,7 @@ from mergekit_lab.checkpoints.reader import find_source, open_checkpoint
 from mergekit_lab.checkpoints.shards import MAX_SHARD_BYTES, ShardedWriter, plan_files, plan_shards
 from mergekit_lab.checkpoints.tokens import read_tokens
 from mergekit_lab.checkpoints.vocabulary import count_vocabulary_rows, reconcile
-from mergekit_lab.checkpoints.vocabulary_rows import Reconciled
+from mergekit_lab.checkpoints.vocabulary_rows import Reconciled, TokenPlan, TokenSource
 from mergekit_lab.checkpoints.writer import hash_file, write_tensors
 
 __all__ = [
@@ -82,6 +82,8 @@ __all__ = [
     "Report",
     "ShardedWriter",
     "TensorSpec",
+    "TokenPlan",
+    "TokenSource",
     "View",
     "align",
     "arrange_layers",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,21 @@ Files = Mapping[str, Path | str]
 """What goes into a folder, by name: a file to be copied, or a text to be written."""
 
 
-def plan_tokenizer_files(source: Path) -> Files:
+def plan_tokenizer_files(source: Path, added: Sequence[Mapping[str, Any]] = ()) -> Files:
     """The tokenizer's files and chat templates of a folder.
+
+    Args:
+        added: entries of `added_tokens` that its `tokenizer.json` gets besides its own.
 
     Raises:
         InputError: one of them cannot be copied, see `plan_model_files`.
     """
-    return _find(source, _TOKENIZER)
+    files = _find(source, _TOKENIZER)
+    if added:
+        content = read_json(source / "tokenizer.json")
+        content["added_tokens"] = [*(content.get("added_tokens") or ()), *added]
+        files["tokenizer.json"] = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    return files
 
 
 def find_tokenizer_files(source: Path) -> list[Path]:

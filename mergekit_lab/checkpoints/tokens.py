@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,60 @@ def digest_other_tokenizer(folder: Path | None) -> bytes | None:
         return None
     files = sorted(file for pattern in _UNREAD for file in folder.glob(pattern) if file.is_file())
     return sha256(files[0].read_bytes()).digest() if files else None
+
+
+def add_tokens(
+    folder: Path, models: Iterable[tuple[Path | None, Mapping[str, int]]], named: Iterable[str]
+) -> tuple[dict[str, int], list[dict[str, Any]]]:
+    """What `tokenizer.json` needs so that a tokenizer knows more tokens.
+
+    Args:
+        folder: of the tokenizer.
+        models: whose tokens, with rows there, and settings it gets: other tokenizers' folders.
+        named: further tokens.
+
+    Returns:
+        The row of each token, and the new entries of `added_tokens`.
+
+    Raises:
+        InputError: a row for a new token cannot be foretold, as there is no `tokenizer.json` or it has gaps.
+    """
+    file = folder / "tokenizer.json"
+    content = read_json(file) if file.is_file() else None
+    rows = (read_tokens(folder) or {}) if content else {}
+    entries: dict[str, dict[str, Any]] = {}
+    for other, tokens in models:
+        own = _read_added(other)
+        new = [token for token in sorted(tokens, key=lambda token: tokens[token]) if token not in rows]
+        for token in (*new, *(token for token in own if token in tokens)):
+            entries.setdefault(token, own.get(token, {}))
+    for token in named:
+        entries.setdefault(token, {})
+    for token in _read_added(folder):
+        entries.pop(token, None)
+    if entries and (not rows or rows != _read_fast_tokens(content) or len(rows) != 1 + max(rows.values())):
+        why = "its rows have gaps, or other files know more tokens" if content else "it has no tokenizer.json"
+        raise InputError(
+            f"the tokenizer of {folder} cannot get new tokens ({listing(entries)}), as {why}: save it with "
+            "transformers"
+        )
+    for token in entries:
+        rows.setdefault(token, len(rows))
+    return rows, [_NEW | settings | {"id": rows[t], "content": t} for t, settings in entries.items()]
+
+
+_NEW = {
+    "id": 0, "content": "", "single_word": False, "lstrip": False, "rstrip": False, "normalized": True,
+    "special": False,
+}  # fmt: skip
+"""An entry of `added_tokens` as the library makes it of a string."""
+
+
+def _read_added(folder: Path | None) -> dict[str, dict[str, Any]]:
+    file = None if folder is None else folder / "tokenizer.json"
+    if file is None or not file.is_file():
+        return {}
+    return {str(entry["content"]): entry for entry in read_json(file).get("added_tokens") or ()}
 
 
 def _read_tokens(folder: Path) -> dict[str, int] | None:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
 from mergekit_lab.checkpoints.tied_weights import can_be_vocabulary, is_vocabulary_name
-from mergekit_lab.checkpoints.tokens import digest_other_tokenizer, read_tokens
-from mergekit_lab.checkpoints.vocabulary_rows import Reconciled, _RowMap
+from mergekit_lab.checkpoints.tokens import add_tokens, digest_other_tokenizer, read_tokens
+from mergekit_lab.checkpoints.vocabulary_rows import Reconciled, TokenPlan, _RowMap
 from mergekit_lab.errors import InputError, listing, suggestion
 
 CHOICES = ("intersect", "pad", "base")
@@ -71,6 +71,7 @@ def reconcile(
     choice: str | None = None,
     tokenizer: Path | None = None,
     is_merged: Callable[[str], bool] = lambda name: True,
+    plan: TokenPlan | None = None,
 ) -> Reconciled:
     """Give all checkpoints one vocabulary.
 
@@ -79,15 +80,18 @@ def reconcile(
         choice: one of `CHOICES`; None refuses a difference.
         tokenizer: the folder whose tokenizer the result gets (`pad` only); it must know every row that is kept.
         is_merged: whether a tensor is; without a choice, others may differ.
+        plan: a recipe's rules, with `intersect` or `pad`; with them `pad` makes a tokenizer that knows all
+            tokens, if there is none.
 
     Raises:
-        InputError: vocabularies differ and no choice was made; `pad` without one tokenizer that fits.
+        InputError: vocabularies differ and no choice was made; `pad` without one tokenizer that fits; a plan's
+            token cannot be had.
     """
     if choice is not None and choice not in CHOICES:
         raise InputError(f"embeddings is {choice!r}{suggestion(choice, CHOICES)}")
     if choice is None and not any(map(is_merged, list_vocabulary_names(base, experts, resized=False))):
         return Reconciled(base, tuple(experts))
-    same = _choose_vocabulary(base, experts, choice, tokenizer, is_merged)
+    same = _choose_vocabulary(base, experts, choice, tokenizer, is_merged, plan)
     return replace(same, notes=(*same.notes, *_list_unread(base, experts)))
 
 
@@ -97,7 +101,11 @@ def _choose_vocabulary(
     choice: str | None,
     tokenizer: Path | None,
     is_merged: Callable[[str], bool],
+    plan: TokenPlan | None,
 ) -> Reconciled:
+    changes = plan is not None and bool(plan.tokens or plan.multiple > 1)
+    if changes and choice not in ("intersect", "pad"):
+        raise InputError(f"embeddings={choice} leaves no room for the recipe's tokens and pad_to_multiple_of")
     names = [n for n in list_vocabulary_names(base, experts) if choice is not None or is_merged(n)]
     tokens = [_read_rows_of_tokens(checkpoint) for checkpoint in (base, *experts)]
     if tokens[0] is None and choice != "base":
@@ -106,7 +114,7 @@ def _choose_vocabulary(
         if tokens[position] is None and count_vocabulary_rows(expert) == count_vocabulary_rows(base):
             tokens[position] = tokens[0]
     differ = any(own is not None and own != tokens[0] for own in tokens[1:])
-    if (
+    if changes or (
         not names
         and differ
         and tokens[0] is not None
@@ -126,9 +134,15 @@ def _choose_vocabulary(
         )
         note = f"{listing(names)}: left out of the merge, the base's own"
         return Reconciled(base, views, tuple(names), notes=(note,), side=_make_side_blanking(base, names))
+    known = [own for own in tokens if own is not None]
+    if changes and len(known) < len(tokens):
+        unread = [c.label for c, own in zip((base, *experts), tokens, strict=True) if own is None]
+        raise InputError(f"the recipe's tokens cannot be placed: {listing(unread)} has no tokenizer.json")
+    if plan is not None and len(known) == len(tokens):
+        return _follow(plan, base, tuple(experts), names, known, tokenizer, choice == "intersect")
     if choice == "intersect":
-        plan = _RowMap(base, tuple(experts), names, tokens, base.specs[names[0]].shape[0], tokens[0])
-        return plan.reconcile(None)
+        rows = base.specs[names[0]].shape[0]
+        return _RowMap(base, tuple(experts), names, tokens, rows, tokens[0]).reconcile(None)
     return _pad(base, tuple(experts), names, tokens, tokenizer)
 
 
@@ -233,6 +247,46 @@ def _list_unread(base: Checkpoint, experts: Sequence[Checkpoint]) -> list[str]:
         for expert in experts
         if digest_other_tokenizer(expert.folder) not in (None, wanted)
     ]
+
+
+def _follow(
+    plan: TokenPlan,
+    base: Checkpoint,
+    experts: tuple[Checkpoint, ...],
+    names: list[str],
+    tokens: Sequence[dict[str, int]],
+    tokenizer: Path | None,
+    keep: bool,
+) -> Reconciled:
+    """The vocabulary that a recipe describes.
+
+    Args:
+        keep: start from the base's tokens.
+    """
+    every = (base, *experts)
+    union = set().union(*tokens)
+    whole = (
+        [] if keep or tokenizer else [c for c, own in zip(every, tokens, strict=True) if own.keys() >= union]
+    )
+    folder = whole[0].folder if whole else base.folder if keep or tokenizer is None else tokenizer
+    assert folder is not None
+    if tokenizer not in (None, folder) and plan.tokens:
+        raise InputError("tokenizer_from=… beside a recipe whose tokenizer has tokens needs embeddings=pad")
+    wanted = _choose_tokens(folder, every, tokens)
+    merged = [] if keep or tokenizer or whole else [(c.folder, t) for c, t in zip(every, tokens, strict=True)]
+    more, added = add_tokens(folder, merged, plan.tokens) if merged or plan.tokens else ({}, [])
+    if more.keys() - wanted.keys():
+        wanted = more
+    rows = max([max(wanted.values()) + 1, *(c.specs[names[0]].shape[0] for c in every if c.folder == folder)])
+    padding = -rows % plan.multiple
+    table = _RowMap(base, experts, names, tokens, rows + padding, wanted, plan, padding)
+    same = table.reconcile(None if folder == base.folder else folder)
+    nowhere = wanted.keys() - union - plan.tokens.keys()
+    notes = [f"warning: no model has a row for {listing(nowhere)}: it is zero"] if nowhere else []
+    notes += (
+        [f"the tokenizer gets {len(added)} tokens ({listing(t['content'] for t in added)})"] if added else []
+    )
+    return replace(same, notes=(*same.notes, *notes), added=tuple(added))
 
 
 def _pad(

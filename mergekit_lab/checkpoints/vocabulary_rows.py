@@ -4,14 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
 from mergekit_lab.errors import InputError, listing
+
+
+@dataclass(frozen=True)
+class TokenSource:
+    """Where a token's row comes from in models that lack it.
+
+    Attributes:
+        position: of the model it is in: 0 is the base, 1 the first expert; None: the row is zero.
+        token: its name or row there; None: the same name.
+        forced: whether models that have the token get that row too.
+    """
+
+    position: int | None
+    token: str | int | None = None
+    forced: bool = False
+
+
+@dataclass(frozen=True)
+class TokenPlan:
+    """How a mergekit recipe makes vocabularies one.
+
+    Every model keeps its own rows. One that it lacks is the base's, or the mean of the models that have it.
+
+    Attributes:
+        tokens: exceptions, by token; those that no model has become new ones.
+        multiple: the rows are filled up to a multiple of this with the mean of the others.
+        based: whether the base counts before other models.
+    """
+
+    tokens: Mapping[str, TokenSource] = field(default_factory=dict)
+    multiple: int = 1
+    based: bool = True
 
 
 @dataclass(frozen=True)
@@ -23,6 +56,7 @@ class Reconciled:
         exclude: names that stay the base's.
         rows: of the vocabulary that comes out, if it is not the base's.
         tokenizer: the folder whose tokenizer fits it, if that is not the base's.
+        added: entries of `added_tokens` that its `tokenizer.json` needs besides its own.
         side: makes a side input of an expert, by position, fit as well.
         notes: sentences for a report.
     """
@@ -34,6 +68,7 @@ class Reconciled:
     tokenizer: Path | None = None
     side: Callable[[int, Checkpoint], Checkpoint] = lambda position, checkpoint: checkpoint
     notes: tuple[str, ...] = ()
+    added: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,6 +81,8 @@ class _RowMap:
     tokens: Sequence[dict[str, int] | None]
     rows: int
     wanted: dict[str, int] | None
+    plan: TokenPlan | None = None
+    padding: int = 0
     _maps: dict[int, Tensor] = field(default_factory=dict)
     _new: dict[str, Tensor] = field(default_factory=dict)
 
@@ -69,37 +106,70 @@ class _RowMap:
             self._maps[position] = rows
         return self._maps[position]
 
-    def start(self, name: str) -> Tensor:
-        """The base's tensor with the result's rows."""
-        have = self.map(0) >= 0
-        values = self.base[name]
-        out = values.new_zeros((self.rows, *values.shape[1:]))
-        out[have] = values[self.map(0)[have]]
-        if not bool(have.all()):
+    @cached_property
+    def _fill(self) -> Tensor:
+        """Rows of each checkpoint whose mean is the row of models that lack it, −1 where it has none in it."""
+        rows = torch.stack([self.map(position) for position in range(1 + len(self.experts))])
+        plan = self.plan or TokenPlan()
+        if plan.based:
+            rows[1:, rows[0] >= 0] = -1
+        else:
+            rows[0, (rows[1:] >= 0).any(0)] = -1
+        for token, source in plan.tokens.items() if self.wanted is not None else ():
+            row = self.wanted[token]
+            rows[:, row] = -1
+            if source.position is not None:
+                rows[source.position, row] = self._find_row(token, source.position, source.token)
+        return rows
+
+    @cached_property
+    def _mixed(self) -> Tensor:
+        """Which rows some model lacks that are not simply the base's."""
+        owned = torch.stack([self.takes(position) for position in range(1 + len(self.experts))])
+        return ~owned.all(0) & (self._fill[1:] >= 0).any(0)
+
+    def _find_row(self, token: str, position: int, source: str | int | None) -> int:
+        checkpoint, known = (self.base, *self.experts)[position], self.tokens[position] or {}
+        row = known.get(token if source is None else source) if not isinstance(source, int) else source
+        if row is None or not 0 <= row < checkpoint.specs[self.names[0]].shape[0]:
+            missing = repr(token) if source is None else f"{source!r}, which is to be {token!r}"
+            raise InputError(f"{checkpoint.label!r} has no row for the token {missing}")
+        return row
+
+    def takes(self, position: int) -> Tensor:
+        """Which rows of the result a checkpoint has its own of."""
+        has = self.map(position) >= 0
+        if self.plan is None or self.wanted is None:
+            return has & (self.map(0) >= 0)
+        has[[self.wanted[token] for token, source in self.plan.tokens.items() if source.forced]] = False
+        return has
+
+    def move(self, position: int, name: str) -> Tensor:
+        """The tensor of a checkpoint with the result's rows."""
+        base = self.base[name]
+        values = self.experts[position - 1][name] if position else base
+        out = base.new_zeros((self.rows, *base.shape[1:]), dtype=torch.promote_types(base.dtype, values.dtype))
+        mine, same, mixed = self.takes(position), self._fill[0], self._mixed
+        out[same >= 0] = base[same[same >= 0]].to(out.dtype)
+        if bool(mixed.any()):
             if name not in self._new:
-                self._new[name] = self._average(name, ~have)
-            out[~have] = self._new[name].to(out.dtype)
+                self._new[name] = self._average(name, mixed)
+            out[mixed] = self._new[name].to(out.dtype)
+        out[mine] = values[self.map(position)[mine]].to(out.dtype)
+        if self.padding:
+            exact = torch.promote_types(out.dtype, torch.float32)
+            out[-self.padding :] = out[: -self.padding].mean(0, dtype=exact).to(out.dtype)
         return out
 
     def _average(self, name: str, at: Tensor) -> Tensor:
         shape = (int(at.sum()), *self.base.specs[name].shape[1:])
         total, count = torch.zeros(shape), torch.zeros(shape[0], *[1] * (len(shape) - 1))
-        for position, expert in enumerate(self.experts, 1):
-            source = self.map(position)[at]
-            has = source >= 0
+        for checkpoint, rows in zip((self.base, *self.experts), self._fill[:, at], strict=True):
+            has = rows >= 0
             if bool(has.any()):
-                total[has] += expert[name][source[has]].float()
+                total[has] += checkpoint[name][rows[has]].float()
                 count[has] += 1
         return total / count.clamp(min=1)
-
-    def move(self, position: int, name: str) -> Tensor:
-        """An expert's tensor with the result's rows; the base's where one of the two has none."""
-        out = self.start(name)
-        both = (self.map(position) >= 0) & (self.map(0) >= 0)
-        values = self.experts[position - 1][name]
-        out = out.to(torch.promote_types(out.dtype, values.dtype))
-        out[both] = values[self.map(position)[both]].to(out.dtype)
-        return out
 
     def move_side(self, position: int, checkpoint: Checkpoint) -> Checkpoint:
         """A side input shaped like the expert's tensors: nothing is known of rows that the expert lacks."""
@@ -108,8 +178,8 @@ class _RowMap:
         def read(name: str) -> Tensor:
             values = checkpoint[name]
             out = values.new_zeros((self.rows, *values.shape[1:]))
-            both = (self.map(position + 1) >= 0) & (self.map(0) >= 0)
-            out[both] = values[self.map(position + 1)[both]]
+            mine = self.takes(position + 1)
+            out[mine] = values[self.map(position + 1)[mine]]
             return out
 
         return View(checkpoint, self._make_specs(checkpoint, names), {n: partial(read, n) for n in names})
@@ -127,7 +197,8 @@ class _RowMap:
         return View(checkpoint, specs, read)
 
     def reconcile(self, tokenizer: Path | None) -> Reconciled:
-        base = self._view(self.base, {n: partial(self.start, n) for n in self.names})
+        len(self._fill)  # refuses what cannot be found
+        base = self._view(self.base, {n: partial(self.move, 0, n) for n in self.names})
         experts = tuple(
             self._view(expert, {n: partial(self.move, position, n) for n in self.names})
             for position, expert in enumerate(self.experts, 1)

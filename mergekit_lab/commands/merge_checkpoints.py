@@ -260,7 +260,7 @@ class MergeCheckpoints:
 def _read_inputs(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
     """A recipe as arguments of `prepare`; what is set on the command line counts before what it says."""
     own = {name: value or getattr(recipe, name) for name, value in settings.items()}
-    own["chat_template"] = recipe.chat_template
+    own |= {"chat_template": recipe.chat_template, "tokens": recipe.tokens}
     return {"base": recipe.base, "experts": recipe.experts, "method": recipe.make_method, **own}
 
 

@@ -17,6 +17,7 @@ from mergekit_lab.checkpoints import (
     Checkpoint,
     LayerRange,
     Reconciled,
+    TokenPlan,
     align,
     arrange_layers,
     compare_configs,
@@ -68,11 +69,13 @@ def prepare(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     allow_config_mismatch: Sequence[str] = (),
     buffers: str = "merge",
+    tokens: TokenPlan | None = None,
     read: bool = True,
 ) -> Prepared:
     """Open everything and bring it under the base's names and one vocabulary; see `merge` for the arguments.
 
     Args:
+        tokens: a recipe's rules for vocabularies.
         read: compare the values of names that look tied; False reads headers only, and keeps what is wrong with
             the vocabularies for the report.
     """
@@ -103,7 +106,7 @@ def prepare(
     tokenizer = None
     try:
         tokenizer = _find_tokenizer_folder(tokenizer_from, origin, opened)
-        same = reconcile(origin, list(opened.values()), embeddings, tokenizer, is_merged)
+        same = reconcile(origin, list(opened.values()), embeddings, tokenizer, is_merged, tokens)
         _check_tokenizer(tokenizer, same.base)
     except InputError as error:
         if read:
@@ -143,6 +146,7 @@ def prepare(
         max_shard_bytes=max_shard_bytes,
         vocabulary=same.rows,
         tokenizer=chosen,
+        added_tokens=same.added,
         tokenizer_source=called,
         chat_template=chat_template,
         base_source=_name_input(base),

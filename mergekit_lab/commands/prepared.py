@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -61,6 +61,7 @@ class Prepared:
         kept: names that stay the base's for other reasons: buffers that are computed, `embeddings=base`.
         vocabulary: rows of the embedding, where they are not the base's.
         tokenizer: the folder that the tokenizer comes from.
+        added_tokens: entries that its `tokenizer.json` gets besides its own.
         tokenizer_source: what the card calls that.
         chat_template: in Jinja, in place of the tokenizer's own.
         origin, opened: the same as they were opened, before their vocabularies were made one.
@@ -90,6 +91,7 @@ class Prepared:
     sources: Mapping[str, str]
     notes: Sequence[str]
     problems: Sequence[str] = ()
+    added_tokens: Sequence[Mapping[str, Any]] = ()
 
     @property
     def library(self) -> Library | None:

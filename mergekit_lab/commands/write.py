@@ -226,8 +226,9 @@ def plan_files_beside(prepared: Prepared, format: str) -> dict[str, Path | str]:
         files |= plan_model_files(
             prepared.base.folder, prepared.library, prepared.dtype, prepared.vocabulary, prepared.base.changed
         )
-    if prepared.tokenizer is not None and (format == "dense" or prepared.tokenizer != prepared.base.folder):
-        files |= plan_tokenizer_files(prepared.tokenizer)
+    other = prepared.tokenizer != prepared.base.folder or prepared.added_tokens
+    if prepared.tokenizer is not None and (format == "dense" or other):
+        files |= plan_tokenizer_files(prepared.tokenizer, prepared.added_tokens)
         if prepared.tokenizer != prepared.base.folder:
             files = follow_tokenizer(prepared.tokenizer, files)
     if prepared.chat_template is not None:

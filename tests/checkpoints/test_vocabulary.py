@@ -5,7 +5,7 @@ import torch
 from checkpoints.models import llama, save, tuned, write_tensors_of
 
 from mergekit_lab import InputError, open_checkpoint
-from mergekit_lab.checkpoints import Reconciled, reconcile
+from mergekit_lab.checkpoints import Reconciled, TokenPlan, TokenSource, reconcile
 from mergekit_lab.checkpoints.tokens import read_tokens
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -66,6 +66,74 @@ def test_pad_takes_the_tokenizer_that_knows_every_token(folders) -> None:
     assert torch.equal(same.base[EMBED][:36], base[EMBED])
     assert torch.equal(same.base[EMBED][36:], longer[EMBED][36:])
     assert torch.equal(same.experts[0][EMBED], longer[EMBED])
+
+
+def test_a_plan_says_where_rows_come_from_that_a_model_lacks(folders) -> None:
+    base, longer, mixed = opened(*folders)
+    tokens = {
+        "t36": TokenSource(2, "own"),
+        "t1": TokenSource(1, forced=True),
+        "t2": TokenSource(0, 7, forced=True),
+        "new": TokenSource(None),
+    }
+    same = reconcile(base, [longer, mixed], "pad", plan=TokenPlan(tokens, multiple=8))
+    assert same.rows == 40
+    assert [(entry["content"], entry["id"]) for entry in same.added[:3]] == [
+        ("t36", 36),
+        ("t37", 37),
+        ("own", 38),
+    ]
+    for name in (EMBED, HEAD):
+        ours = [checkpoint[name] for checkpoint in (same.base, *same.experts)]
+        every = zip(ours, (base, longer, mixed), (range(36), range(36), reversed(range(36))), strict=True)
+        for values, model, rows in every:
+            own = model[name][list(rows)]
+            assert torch.equal(values[0], own[0])
+            assert torch.equal(values[3:36], own[3:36])
+            assert torch.equal(values[1], longer[name][1])
+            assert torch.equal(values[2], base[name][7])
+            assert torch.equal(values[37], longer[name][37])
+            assert torch.equal(values[38], mixed[name][36])
+            assert not values[39].any()
+        assert torch.equal(ours[1][36], longer[name][36])
+        assert torch.equal(ours[0][36], mixed[name][36])
+
+
+def test_padding_is_the_mean_of_the_other_rows_and_a_row_that_two_have_their_mean(folders) -> None:
+    base, longer, _ = opened(*folders)
+    for plan, wanted in (
+        (TokenPlan(multiple=16), [longer[EMBED][36], longer[EMBED][36]]),
+        (TokenPlan({"t36": TokenSource(0, "t3", True)}, 16, based=False), [base[EMBED][3]] * 2),
+    ):
+        same = reconcile(base, [longer, longer], "pad", plan=plan)
+        assert same.rows == 48
+        for values in (same.base[EMBED], same.experts[1][EMBED]):
+            torch.testing.assert_close(values[38:], values[:38].mean(0).expand(10, 16))
+            torch.testing.assert_close(values[36:38], torch.stack([wanted[0], longer[EMBED][37]]))
+    fisher = open_checkpoint({EMBED: torch.ones(38, 16)})
+    assert same.side(0, fisher)[EMBED].sum(1).tolist() == [16.0] * 36 + [0.0, 16.0] + [0.0] * 10
+
+
+@pytest.mark.parametrize(
+    ("tokens", "choice", "message"),
+    [
+        ({"x": TokenSource(1)}, "pad", "'longer' has no row for the token 'x'"),
+        ({"x": TokenSource(0, 36)}, "pad", "'base' has no row for the token 36, which is to be 'x'"),
+        ({"x": TokenSource(None)}, "base", "embeddings=base leaves no room for the recipe's tokens"),
+    ],
+)
+def test_a_plan_that_cannot_be_kept_is_refused(folders, tokens, choice, message) -> None:
+    base, longer, _ = opened(*folders)
+    with pytest.raises(InputError, match=message):
+        reconcile(base, [longer], choice, plan=TokenPlan(tokens))
+
+
+def test_new_tokens_need_a_tokenizer_without_gaps(folders) -> None:
+    base, longer, _ = opened(*folders)
+    file = base.folder / "tokenizer.json"
+    file.write_text(file.read_text().replace('"t3": 3,', ""))
+    with pytest.raises(InputError, match=r"cannot get new tokens \(x\), as its rows have gaps"):
+        reconcile(base, [longer], "intersect", plan=TokenPlan({"x": TokenSource(None)}))
 
 
 def test_pad_without_such_a_tokenizer_asks_for_one(folders) -> None:

@@ -108,3 +108,73 @@ RANDOM = {
     "della_linear": "merge_method: della_linear\nparameters: {epsilon: 0.1}\n" + MODELS % D,
 }
 """Equal in distribution."""
+
+CHATS = {
+    "chatml_model": ("<|im_start|>", "<|im_end|>", "<|special|>"),
+    "llama3_model": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|special|>"),
+}
+"""Models that have tokens of their own, beside those of `base`."""
+_TWO_CHATS = (
+    "models: [{model: chatml_model, parameters: {weight: 0.3}}, {model: llama3_model, parameters: {weight: 1}}]"
+)
+TOKENIZERS = {
+    "a token and padding": """
+merge_method: linear
+models: [{model: chatml_model, parameters: {weight: 0.3}}, {model: base, parameters: {weight: 0.5}}]
+tokenizer:
+  source: "base"
+  tokens:
+    <|im_end|>: {source: chatml_model, force: false}
+  pad_to_multiple_of: 16
+""",
+    "every kind of source": f"""
+merge_method: task_arithmetic
+base_model: base
+{_TWO_CHATS}
+tokenizer:
+  source: union
+  tokens:
+    <|im_start|>:
+      source: "chatml_model"
+    <|special|>:
+      source: "llama3_model"
+      force: true
+    <|renamed_token|>:
+      source:
+        kind: "model_token"
+        model: "chatml_model"
+        token: "<|im_end|>"
+    <|numbered|>: {{source: {{kind: model_token, model: base, token_id: 4}}}}
+    t3: {{source: {{kind: model_token, model: llama3_model, token: t4}}, force: true}}
+    <|unused|>:
+      source:
+        kind: "zero"
+""",
+    "two prompt formats": f"""
+merge_method: linear
+{_TWO_CHATS}
+tokenizer:
+  source: union
+  tokens:
+    <|im_start|>:
+      source: "chatml_model"
+    <|im_end|>:
+      source: "chatml_model"
+    <|start_header_id|>:
+      source: "llama3_model"
+      force: true
+    <|end_header_id|>:
+      source: "llama3_model"
+      force: true
+    <|eot_id|>:
+      source: "llama3_model"
+      force: true
+""",
+    "only a union": f"""
+merge_method: ties
+base_model: base
+{_TWO_CHATS}
+tokenizer_source: union
+""",
+}
+"""The blocks of mergekit's page on tokenizers, and one without exceptions."""

@@ -14,12 +14,13 @@ import pytest
 import torch
 import yaml
 from checkpoints.models import llama, save, t5, tuned, write_tensors_of
-from commands.recipes import EXACT, RANDOM, STAGES
+from commands.recipes import CHATS, EXACT, RANDOM, STAGES, TOKENIZERS
 from composing import composed
 from safetensors.torch import save_file
 
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.checkpoints import open_checkpoint as opened
+from mergekit_lab.checkpoints import read_tokens
 from mergekit_lab.commands.prepare import prepare
 from mergekit_lab.commands.recipes import read_recipe
 from mergekit_lab.commands.recipes.parameters import evaluate
@@ -262,7 +263,24 @@ TWO = "models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {wei
             START + "models: [{model: a, parameters: {weight: [{value: 1, filters: x}]}}]",
             "must be filter and value",
         ),
-        (START + TWO + "tokenizer: {source: base, tokens: {}}", "key 'tokens' of the tokenizer"),
+        (START + TWO + "tokenizer: {source: base, padding: 8}", "key 'padding' of the tokenizer"),
+        (
+            START + TWO + "tokenizer: {pad_to_multiple_of: -8}",
+            "pad_to_multiple_of is -8; it must be a positive",
+        ),
+        (START + TWO + "tokenizer: {tokens: [x]}", r"tokens is \['x'\]; it must have tokens for keys"),
+        (START + TWO + "tokenizer: {tokens: {x: {force: true}}}", "token 'x' needs a source, and its force"),
+        (START + TWO + "tokenizer: {tokens: {x: {source: {kind: mean}}}}", "the kind 'mean' of the token 'x'"),
+        (
+            START
+            + TWO
+            + "tokenizer: {tokens: {x: {source: {kind: model_token, model: a, token: t, token_id: 1}}}}",
+            "the source of the token 'x' needs either token or token_id",
+        ),
+        (
+            START + TWO + "tokenizer: {tokens: {x: {source: c}}}",
+            "c, the source of the token 'x', is none of the",
+        ),
         (
             START + TWO + "tokenizer: {source: base}\ntokenizer_source: base",
             "either tokenizer_source or tokenizer",
@@ -442,6 +460,59 @@ def test_tokenizer_source_is_the_choice_of_a_vocabulary(folder, tmp_path) -> Non
         merge(text + f"tokenizer_source: {source}\nchat_template: '{{{{ messages }}}}'\n")
         assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ messages }}"
         assert open_checkpoint(tmp_path / "out").specs["lm_head.weight"].shape[0] == rows
+
+
+@pytest.fixture(scope="module")
+def chats(folder) -> None:
+    """Models whose tokenizers add special tokens to those of `base`."""
+    from transformers import PreTrainedTokenizerFast
+
+    for seed, (name, tokens) in enumerate(CHATS.items(), 5):
+        tuned(llama(layers=4, vocabulary=36 + len(tokens)), seed).save_pretrained(folder / name)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "base")
+        tokenizer.add_tokens(list(tokens), special_tokens=True)
+        tokenizer.save_pretrained(folder / name)
+
+
+def test_a_union_of_two_chat_models_has_a_tokenizer_that_knows_the_tokens_of_both(chats, tmp_path) -> None:
+    from transformers import AutoTokenizer
+
+    out = run(TOKENIZERS["two prompt formats"] + "  pad_to_multiple_of: 8\n", tmp_path / "out")
+    tokenizer, merged = AutoTokenizer.from_pretrained(out), opened(out)
+    every = ["<|im_start|>", "t5", "<|im_end|>", "<|special|>", "<|start_header_id|>", "t7", "<|eot_id|>"]
+    assert tokenizer.tokenize("<|im_start|>t5<|im_end|><|special|> <|start_header_id|>t7 <|eot_id|>") == every
+    assert tokenizer.decode(tokenizer(" ".join(every))["input_ids"], skip_special_tokens=True) == "t5 t7"
+    assert len(tokenizer) == 42
+    config = json.loads((out / "config.json").read_text())
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert merged[name].shape[0] == config["vocab_size"] == 48
+        chatml, llama3 = opened("chatml_model")[name], opened("llama3_model")[name]
+        rows = tokenizer.convert_tokens_to_ids(["<|special|>", "<|im_end|>", "<|eot_id|>"])
+        wanted = torch.stack([(0.3 * chatml[38] + llama3[39]) / 1.3, chatml[37], llama3[38]])
+        torch.testing.assert_close(merged[name][rows], wanted)
+
+
+@beside_mergekit
+@pytest.mark.parametrize("case", TOKENIZERS)
+def test_tokens_get_mergekits_rows(case: str, chats, tmp_path) -> None:
+    ours = run(TOKENIZERS[case], tmp_path / "ours")
+    mergekits(TOKENIZERS[case], tmp_path / "theirs")
+    rows, theirs = [], []
+    for out in (ours, tmp_path / "theirs"):
+        tokens, tensors = read_tokens(out), dict(opened(out))
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            order = [tokens[token] for token in sorted(tokens)]
+            padding = sorted(set(range(len(tensors[name]))) - set(order))
+            tensors[name] = tensors[name][order + padding]
+        rows.append(sorted(tokens))
+        theirs.append(tensors)
+    assert rows[0] == rows[1]
+    assert_same(*theirs)
+    added = [
+        json.loads((out / "tokenizer.json").read_text())["added_tokens"] for out in (ours, tmp_path / "theirs")
+    ]
+    settings = [{t["content"]: {k: v for k, v in t.items() if k != "id"} for t in a} for a in added]
+    assert settings[0] == settings[1]
 
 
 def run_layers(layers, hidden: torch.Tensor, model) -> torch.Tensor:

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mergekit_lab.checkpoints import TokenPlan, TokenSource
 from mergekit_lab.commands.prepared import Adapter, Arranged, Piece
 from mergekit_lab.commands.recipes.methods import (
     BASE_IS_FIRST,
@@ -285,6 +286,7 @@ class _RecipeReader:
             chat_template=self.chat_template(),
             notes=self.list_notes(),
             text=text,
+            tokens=self.read_tokens([[base for base, _ in rows], *columns]) if embeddings else None,
         )
 
     @cached_property
@@ -390,9 +392,7 @@ class _RecipeReader:
         if self.content.get("tokenizer") is not None:
             if wanted is not None:
                 raise InputError(f"{self.where}: give either tokenizer_source or tokenizer")
-            wanted = self.check_keys(self.content["tokenizer"], {"source"}, "the tokenizer").get(
-                "source", "union"
-            )
+            wanted = self.tokenizer.get("source", "union")
         if wanted is None:
             return None, None
         if wanted == "base":
@@ -401,6 +401,62 @@ class _RecipeReader:
             return "pad", None
         source = self.read_model(wanted)[1]
         return "pad", source if isinstance(source, str) else None
+
+    @property
+    def tokenizer(self) -> Mapping[str, Any]:
+        node = self.content.get("tokenizer") or {}
+        return self.check_keys(node, {"source", "tokens", "pad_to_multiple_of"}, "the tokenizer")
+
+    def read_tokens(self, columns: Sequence[Sequence[_Source | None]]) -> TokenPlan:
+        """What is said of single tokens.
+
+        Args:
+            columns: what the base and each expert are in every slice.
+        """
+        multiple = self.tokenizer.get("pad_to_multiple_of") or 1
+        if type(multiple) is not int or multiple < 1:
+            raise InputError(
+                f"{self.where}: pad_to_multiple_of is {abbreviate(multiple)}; it must be a positive integer"
+            )
+        positions: dict[str, int] = {}
+        for position, column in enumerate(columns):
+            names = {source.name if source else None for source in column}
+            if len(names) == 1:
+                positions.setdefault(names.pop() or "", position)
+        tokens = self.tokenizer.get("tokens") or {}
+        if not isinstance(tokens, Mapping) or not all(isinstance(t, str) and t for t in tokens):
+            raise InputError(f"{self.where}: tokens is {abbreviate(tokens)}; it must have tokens for keys")
+        return TokenPlan(
+            {token: self.read_token(token, node, positions) for token, node in tokens.items()},
+            multiple,
+            bool(self.based),
+        )
+
+    def read_token(self, token: str, node: Any, positions: Mapping[str, int]) -> TokenSource:
+        what = f"the token {abbreviate(token)}"
+        given = self.check_keys(node, {"source", "force"}, what)
+        source, forced, name = given.get("source"), given.get("force", False), None
+        if source is None or type(forced) is not bool:
+            raise InputError(f"{self.where}: {what} needs a source, and its force is true or false")
+        if isinstance(source, Mapping) and "kind" in source:
+            keys = {"zero": {"kind"}, "model_token": {"kind", "model", "token", "token_id"}}
+            if source["kind"] not in ("zero", "model_token"):
+                self.refuse(
+                    f"the kind {abbreviate(source['kind'])} of {what}", suggestion(str(source["kind"]), keys)
+                )
+            source = self.check_keys(source, keys[source["kind"]], f"the source of {what}")
+            if source["kind"] == "zero":
+                return TokenSource(None, None, forced)
+            name = source.get("token", source.get("token_id"))
+            if ("token" in source) == ("token_id" in source) or type(name) not in (str, int):
+                raise InputError(f"{self.where}: the source of {what} needs either token or token_id")
+            source = source.get("model")
+        model = self.read_model(source)[0]
+        if model not in positions:
+            raise InputError(
+                f"{self.where}: {model}, the source of {what}, is none of the models that are merged"
+            )
+        return TokenSource(positions[model], name, forced)
 
 
 def _shorten(names: Iterable[str]) -> dict[str, str]:

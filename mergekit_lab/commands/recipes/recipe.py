@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mergekit_lab.checkpoints import Checkpoint
+from mergekit_lab.checkpoints import Checkpoint, TokenPlan
 from mergekit_lab.commands.recipes.methods import (
     PerTensor,
 )
@@ -23,6 +23,7 @@ class Recipe:
         settings: where parameters come from.
         dtype: of what is written.
         embeddings, tokenizer_from: what `tokenizer_source` asks for.
+        tokens: how vocabularies are made one; None where the recipe names no tokenizer.
         chat_template: in Jinja; None keeps the tokenizer's own.
         notes: what of it has no effect here.
         text: the YAML as it was.
@@ -38,6 +39,7 @@ class Recipe:
     chat_template: str | None
     notes: Sequence[str]
     text: str
+    tokens: TokenPlan | None = None
     stages: Mapping[str, Recipe] = field(default_factory=dict)
 
     def make_method(self, base: Checkpoint) -> PerTensor:
