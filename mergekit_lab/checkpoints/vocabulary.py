@@ -6,7 +6,7 @@ tokens in them. A token without a row in its model does not count.
 
 `intersect` keeps the base's vocabulary, `pad` takes the one of the tokenizer that knows every token, `base`
 leaves these tensors out of the merge. A row that an expert lacks has no task vector there; a row that the base
-lacks is the mean of the experts that have it, whatever the method.
+lacks is the mean of the experts that have it, whatever the method. A recipe has other rules: see `TokenPlan`.
 """
 
 from __future__ import annotations
@@ -121,6 +121,8 @@ def _choose_vocabulary(
         and (choice is not None or not _are_in(tokens[0], tokens))
     ):
         names = list_vocabulary_names(base, experts, resized=False)
+    if changes and not names:
+        raise InputError("the recipe's tokens cannot be placed: the models share no embedding of one width")
     if not names:
         return Reconciled(base, tuple(experts), notes=_list_lacking(experts, tokens))
     _check_one_size(names, (base, *experts))
@@ -137,7 +139,10 @@ def _choose_vocabulary(
     known = [own for own in tokens if own is not None]
     if changes and len(known) < len(tokens):
         unread = [c.label for c, own in zip((base, *experts), tokens, strict=True) if own is None]
-        raise InputError(f"the recipe's tokens cannot be placed: {listing(unread)} has no tokenizer.json")
+        raise InputError(
+            f"the recipe's tokens cannot be placed: the tokenizer of {listing(unread)} cannot be read; save it as "
+            "tokenizer.json with transformers"
+        )
     if plan is not None and len(known) == len(tokens):
         return _follow(plan, base, tuple(experts), names, known, tokenizer, choice == "intersect")
     if choice == "intersect":

@@ -128,6 +128,17 @@ def test_a_plan_that_cannot_be_kept_is_refused(folders, tokens, choice, message)
         reconcile(base, [longer], choice, plan=TokenPlan(tokens))
 
 
+def test_a_plan_needs_an_embedding_and_readable_tokenizers(folders) -> None:
+    base, longer, _ = opened(*folders)
+    plan = TokenPlan(multiple=8)
+    (longer.folder / "tokenizer.json").unlink()
+    with pytest.raises(InputError, match="the tokenizer of longer cannot be read"):
+        reconcile(base, [longer], "pad", plan=plan)
+    alone = open_checkpoint({"layers.0.w": torch.zeros(3, 3)})
+    with pytest.raises(InputError, match="share no embedding of one width"):
+        reconcile(alone, [alone], "pad", plan=plan)
+
+
 def test_new_tokens_need_a_tokenizer_without_gaps(folders) -> None:
     base, longer, _ = opened(*folders)
     file = base.folder / "tokenizer.json"
