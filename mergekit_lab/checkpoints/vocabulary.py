@@ -140,8 +140,8 @@ def _choose_vocabulary(
     if changes and len(known) < len(tokens):
         unread = [c.label for c, own in zip((base, *experts), tokens, strict=True) if own is None]
         raise InputError(
-            f"the recipe's tokens cannot be placed: the tokenizer of {listing(unread)} cannot be read; save it as "
-            "tokenizer.json with transformers"
+            f"the recipe's tokens cannot be placed: the tokenizer of {listing(unread)} cannot be read: save it "
+            "as tokenizer.json with transformers"
         )
     if plan is not None and len(known) == len(tokens):
         return _follow(plan, base, tuple(experts), names, known, tokenizer, choice == "intersect")
@@ -270,15 +270,15 @@ def _follow(
     """
     every = (base, *experts)
     union = set().union(*tokens)
-    whole = (
-        [] if keep or tokenizer else [c for c, own in zip(every, tokens, strict=True) if own.keys() >= union]
-    )
-    folder = whole[0].folder if whole else base.folder if keep or tokenizer is None else tokenizer
+    pairs = list(zip(every, tokens, strict=True))
+    free = not keep and tokenizer is None
+    whole = next((c.folder for c, own in pairs if free and own.keys() >= union), None)
+    folder = whole or (base.folder if keep or tokenizer is None else tokenizer)
     assert folder is not None
     if tokenizer not in (None, folder) and plan.tokens:
         raise InputError("tokenizer_from=… beside a recipe whose tokenizer has tokens needs embeddings=pad")
     wanted = _choose_tokens(folder, every, tokens)
-    merged = [] if keep or tokenizer or whole else [(c.folder, t) for c, t in zip(every, tokens, strict=True)]
+    merged = [(c.folder, own) for c, own in pairs] if free and whole is None else []
     more, added = add_tokens(folder, merged, plan.tokens) if merged or plan.tokens else ({}, [])
     if more.keys() - wanted.keys():
         wanted = more
@@ -288,9 +288,8 @@ def _follow(
     same = table.reconcile(None if folder == base.folder else folder)
     nowhere = wanted.keys() - union - plan.tokens.keys()
     notes = [f"warning: no model has a row for {listing(nowhere)}: it is zero"] if nowhere else []
-    notes += (
-        [f"the tokenizer gets {len(added)} tokens ({listing(t['content'] for t in added)})"] if added else []
-    )
+    if added:
+        notes.append(f"the tokenizer gets {len(added)} tokens ({listing(t['content'] for t in added)})")
     return replace(same, notes=(*same.notes, *notes), added=tuple(added))
 
 
