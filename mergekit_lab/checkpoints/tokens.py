@@ -71,7 +71,8 @@ def add_tokens(
         for token in (*new, *(token for token in own if token in tokens)):
             entries.setdefault(token, own.get(token, {}))
     for token in named:
-        entries.setdefault(token, {})
+        if token not in rows:
+            entries.setdefault(token, {})
     for token in _read_added(folder):
         entries.pop(token, None)
     if entries and (not rows or rows != _read_fast_tokens(content) or len(rows) != 1 + max(rows.values())):

@@ -119,8 +119,9 @@ _TWO_CHATS = (
 )
 TOKENIZERS = {
     "a token and padding": """
-merge_method: linear
-models: [{model: chatml_model, parameters: {weight: 0.3}}, {model: base, parameters: {weight: 0.5}}]
+merge_method: task_arithmetic
+base_model: chatml_model
+models: [{model: base, parameters: {weight: 0.3}}]
 tokenizer:
   source: "base"
   tokens:
