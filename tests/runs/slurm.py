@@ -1,6 +1,7 @@
 """The commands of Slurm as far as submitit needs them: jobs run at once, on this machine.
 
-What a job says and its exit code lie beside the commands. One that ended without a result is told by `sacct`.
+What a job says and its exit code lie beside the commands. One that dies is requeued once; `sacct` tells of those
+that ended.
 """
 
 import os
@@ -9,8 +10,12 @@ from pathlib import Path
 _COMMANDS = {
     "sbatch": r"""
         run_job() {
-            bash "$script" > "$SLURM_SCRIPTS/$1.out" 2>&1
-            echo $? > "$SLURM_SCRIPTS/$1.exit"
+            for attempt in first requeued; do
+                bash "$script" > "$SLURM_SCRIPTS/$1-$attempt.out" 2>&1
+                code=$?
+                [ $code = 0 ] && break
+            done
+            echo $code > "$SLURM_SCRIPTS/$1.exit"
         }
         script=$1
         cp "$script" "$SLURM_SCRIPTS/$$.sh"
