@@ -1,7 +1,7 @@
 """The commands of Slurm as far as submitit needs them: jobs run at once, on this machine.
 
-What a job says and its exit code lie beside the commands. One that dies is requeued once; `sacct` tells of those
-that ended.
+What a job says and its exit code lie beside the commands. One that dies is requeued once. `sacct` tells of
+those that ended.
 """
 
 import os
