@@ -62,7 +62,7 @@ def add_tokens(
         InputError: a row for a new token cannot be foretold, as there is no `tokenizer.json` or it has gaps.
     """
     file = folder / "tokenizer.json"
-    content = read_json(file) if file.is_file() else None
+    content = read_json(file) if file.is_file() else {}
     rows = (read_tokens(folder) or {}) if content else {}
     entries: dict[str, dict[str, Any]] = {}
     for other, tokens in models:

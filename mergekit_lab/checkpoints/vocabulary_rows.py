@@ -115,8 +115,9 @@ class _RowMap:
             rows[1:, rows[0] >= 0] = -1
         else:
             rows[0, (rows[1:] >= 0).any(0)] = -1
-        for token, source in plan.tokens.items() if self.wanted is not None else ():
-            row = self.wanted[token]
+        wanted = self.wanted or {}
+        for token, source in plan.tokens.items():
+            row = wanted[token]
             rows[:, row] = -1
             if source.position is not None:
                 rows[source.position, row] = self._find_row(token, source.position, source.token)
