@@ -24,7 +24,8 @@ CONFIG = {
 
 
 def warnings_of(caplog):
-    return [record.getMessage() for record in caplog.records if record.name.startswith("mergekit_lab")]
+    ours = (r for r in caplog.records if r.name.startswith("mergekit_lab") and r.levelno >= logging.WARNING)
+    return [record.getMessage() for record in ours]
 
 
 def small_table(record):
