@@ -191,20 +191,19 @@ def sign_changes(results: Results, axis: str, places: Sequence[tuple[str, str]])
     ])  # fmt: skip
 
 
-def task_tables(results: Results) -> str:
-    """Which tasks gain: of all eight, and in groups of four."""
-    tasks = list(results[Key("glyphs", "main", "", "adamw", 0)]["tasks"])
+def task_tables(results: Results, world: str) -> str:
+    """Which tasks gain: of all eight, and on glyphs in groups of four."""
+    tasks = list(results[Key(world, "main", "", "adamw", 0)]["tasks"])
+    groups = (("main", ""), *(("likeness", group) for group in GROUPS if world == "glyphs"))
     rows = []
-    for (axis, value), merger, arm in product(
-        (("main", ""), *(("likeness", group) for group in GROUPS)), ("task_arithmetic", "tsvm"), RHOS
-    ):
-        keys = [Key("glyphs", axis, value, arm, seed) for seed in results.seeds("glyphs", axis, value, arm)]
+    for (axis, value), merger, arm in product(groups, ("task_arithmetic", "ties", "tsvm"), RHOS):
+        keys = [Key(world, axis, value, arm, seed) for seed in results.seeds(world, axis, value, arm)]
         pairs = [
             [results[k]["mergers"][merger]["accuracy"] for k in (key, results.reference(key))] for key in keys
         ]
         gains = [[100 * (own[t] - other[t]) for own, other in pairs if t in own] for t in tasks]
         rows.append([value or "all 8", merger, arm, *(spread(each, "+.1f") for each in gains)])
-    return "## glyphs: gains by task\n\n" + markdown(("tasks", "merger", "arm", *tasks), rows) + "\n"
+    return f"## {world}: gains by task\n\n" + markdown(("tasks", "merger", "arm", *tasks), rows) + "\n"
 
 
 def predictions(results: Results, world: str) -> str:
@@ -242,6 +241,11 @@ def alignment_table(results: Results) -> str:
         [f"Spearman, {name} {len(cells)}", "", *(f"{spearmanr([known[c][m] for c in cells]).statistic:+.2f}"
          for m in columns)] for name, cells in groups.items()
     ]  # fmt: skip
+    below = [
+        sum((known[c][m][1] > 0) == (known[c][m][0] < 0.012) for c in groups["but for ρ"] if m in known[c])
+        for m in columns
+    ]
+    ranks.append(["gain below a rise of .012, loss above, but for ρ", "", *map(str, below)])
     return (
         "## SAM and ASAM: the cosine between task vectors\n\nHow much larger its mean is than with AdamW, and "
         "gains in points.\n\n" + markdown(("cell", "cosine", *columns), [*rows, *ranks]) + "\n"
@@ -276,21 +280,23 @@ def longer_steps(results: Results, world: str) -> str:
 def epimer_tables(results: Results) -> str:
     """EpiMer against TSV-M, its settings, and its theorem."""
     text = "## EpiMer\n\nEpiMer − TSV-M in points, tuned; one value a seed, p of a paired t-test.\n\n"
-    ahead = {
-        k: e for k, line in results.items() if k.world == "glyphs" and (e := epimer_lead(line)) is not None
-    }
+    leads = {k: e for k, line in results.items() if (e := epimer_lead(line)) is not None}
+    ahead = {k: e for k, e in leads.items() if k.world == "glyphs"}
+    others = [world for world in results.worlds() if world != "glyphs"]
     groups = {
         "adamw, but for distances": [k for k in ahead if k.axis != "distance" and k.arm == "adamw"],
         **{f"core arms, {n} tasks": [k for k in ahead if k[1:3] == ("tasks", str(n))] for n in COUNTS},
         "core arms, 8 tasks": [k for k in ahead if k.axis == "main" and k.arm in CORE],
         "all arms, 8 tasks": [k for k in ahead if k.axis == "main"],
         **{f"{arm}, 8 tasks": [k for k in ahead if k[1:4] == ("main", "", arm)] for arm in ARMS},
+        **{f"{w}, adamw": [k for k in leads if k.world == w and k.arm == "adamw"] for w in others},
+        **{f"{w}, all arms": [k for k in leads if k.world == w] for w in others},
     }
     rows = []
     for name, keys in groups.items():
         seeds = sorted({k.seed for k in keys})
-        means = [statistics.mean(ahead[k] for k in keys if k.seed == seed) for seed in seeds]
-        above = sum(ahead[k] > 0 for k in keys)
+        means = [statistics.mean(leads[k] for k in keys if k.seed == seed) for seed in seeds]
+        above = sum(leads[k] > 0 for k in keys)
         by_seed = ", ".join(f"{m:+.2f}" for m in means)
         rows.append([name, f"{above} of {len(keys)}", by_seed, spread(means, "+.2f"), f"{t_test(means):.2g}"])
     text += markdown(("experts", "EpiMer is ahead in", "by seed", "mean", "p"), rows) + "\n"
@@ -328,7 +334,7 @@ def report(results: Results) -> str:
     return "\n".join([
         *(main_tables(results, world) for world in results.worlds()),
         *(axis_tables(results, axis) for axis in axes),
-        task_tables(results),
+        *(task_tables(results, world) for world in results.worlds()),
         *(predictions(results, world) for world in results.worlds()),
         alignment_table(results),
         epimer_tables(results),
