@@ -129,13 +129,13 @@ def _compiled(objective: ImageObjective, model: nn.Module, some: Tensor, rounds:
         begun = _now()
         compiled = torch.compile(model, options=options)
         for _ in range(3):
-            objective._logits(compiled, some)
+            objective._compute_logits(compiled, some)
         found[f"{name}, s to compile"] = round(_now() - begun, 1)
         rates = []
         for _ in range(3):
             begun = _now()
             for _ in range(max(1, rounds)):
-                objective._logits(compiled, some).argmax(1)
+                objective._compute_logits(compiled, some).argmax(1)
             rates.append(round(max(1, rounds) * len(some) / (_now() - begun)))
         found[f"forward, {name}"] = rates
     return found
@@ -280,6 +280,8 @@ def main() -> None:
     parser.add_argument("--store", type=Path, default=Path(tempfile.gettempdir()) / "clip_scale")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--limit", type=float, default=400, help="seconds for the whole run")
+    parser.add_argument("--overrides", nargs="+", default=[], help="further settings of the whole run")
+    parser.add_argument("--name", default="run", help="of the whole run's results, and of its store")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     cuda = torch.cuda.is_available()
@@ -315,7 +317,8 @@ def main() -> None:
     if "training" in options.parts:
         keep("training", training(backbone, replace(task, images=sizes[0]), *sizes[1:]))
     if "run" in options.parts:
-        keep("run", whole_run(arguments, options.store / "store", options.out.parent / "run", options.limit))
+        store, folder = options.store / f"store_{options.name}", options.out.parent / options.name
+        keep(options.name, whole_run([*arguments, *options.overrides], store, folder, options.limit))
 
 
 if __name__ == "__main__":

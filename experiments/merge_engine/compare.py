@@ -5,14 +5,17 @@
 
 Every merge is a process of its own, started from one mergekit recipe: ours by `+experiment=merge_checkpoints
 recipe=…`, mergekit's by its own command. The time is that of the whole process, imports included (`imports`
-is what ours take alone). Memory is the peak of the process's anonymous pages (`RssAnon`); mapped files are
-counted for nobody. `copy_seconds` is what it takes to read every input file and write one model, with an fsync.
+is what ours take alone). Ours waits until the disk has the result, mergekit does not: `--results` in a
+memory-backed folder compares what both compute. Memory is the peak of the process's anonymous pages
+(`RssAnon`); mapped files are counted for nobody. `copy_seconds` is what it takes to read every input file and
+write one model, with an fsync.
 """
 
 import argparse
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import threading
@@ -138,6 +141,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--results", type=Path, help="where merged models go; beside the inputs by default")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     files = inputs(given.folder)
@@ -146,6 +150,7 @@ def main() -> None:
         "mergekit": version(given.mergekit) if given.mergekit else None,
         "machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}",
         "torch": torch.__version__,
+        "results": "memory" if given.results else "disk",
         "input_gb": round(sum(file.stat().st_size for file in files) / 1e9, 2),
         "copy_seconds": round(min(copied(given.folder, given.folder / "copy") for _ in range(2)), 2),
         "imports": watched([sys.executable, "-c", "import mergekit_lab.commands.merge_checkpoints"]),
@@ -155,7 +160,8 @@ def main() -> None:
         plan = recipe(given.folder, method)
         for number in range(given.repeats):
             ours = [sys.executable, "-m", "mergekit_lab", "+experiment=merge_checkpoints", f"recipe={plan}"]
-            merged, theirs = given.folder / f"ours_{method}", given.folder / f"theirs_{method}"
+            results = given.results or given.folder
+            merged, theirs = results / f"ours_{method}", results / f"theirs_{method}"
             ours += [f"out={merged}", "overwrite=true", f"device={given.device}", f"run_dir={given.folder}/run"]
             row = {"method": method, "repeat": number, "ours": watched(ours)}
             if given.mergekit:
@@ -165,6 +171,9 @@ def main() -> None:
             report["rows"].append(row)
             print(row, flush=True)
             given.out.write_text(json.dumps(report, indent=1))
+        if given.results:
+            shutil.rmtree(merged)
+            shutil.rmtree(theirs, ignore_errors=True)
 
 
 if __name__ == "__main__":

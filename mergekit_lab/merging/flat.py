@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from functools import reduce
 
@@ -51,6 +53,21 @@ class Flat:
         if segment.stop - segment.start == rows[0].numel():
             return rows
         return [row[segment.start : segment.stop] for row in rows]
+
+
+def allocate_result(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialized tensor. On a CPU a large one has pages of its own, which the system has back as soon as
+    it is freed: malloc keeps up to half a gigabyte of freed results.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size < _OWN_PAGES or not hasattr(mmap, "MAP_PRIVATE"):
+        return torch.empty(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+_OWN_PAGES = 1 << 20
+"""Bytes of a result from which it has pages of its own."""
 
 
 def fill(out: Tensor, rows: Sequence[Sequence[Tensor]]) -> None:

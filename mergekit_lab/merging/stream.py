@@ -23,7 +23,7 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.merging.blocks import Notes, Reader
 from mergekit_lab.merging.contract import Method, Segment, Site
 from mergekit_lab.merging.devices import Devices, resolve_device
-from mergekit_lab.merging.flat import view_like
+from mergekit_lab.merging.flat import allocate_result, view_like
 from mergekit_lab.merging.inputs import VARIANCE, Inputs, Source, Sources, open_inputs
 from mergekit_lab.merging.job_workers import Results, count_workers, run_jobs
 from mergekit_lab.merging.jobs import STACK_BYTES
@@ -34,11 +34,11 @@ from mergekit_lab.merging.subspace import Frame, SubspaceMethod
 def _run_job(reader: Reader, names: list[str], survey: Any, dtype: torch.dtype | None) -> Results:
     """One job: the merged tensors, each in the dtype asked for, on its base's device."""
     method, inputs = reader.method, reader.inputs
+    specs = inputs.base.specs
     out = {
-        name: torch.empty(inputs.base.specs[name].shape, dtype=dtype or inputs.base.specs[name].dtype,
-                          device=inputs.base[name].device)
+        name: allocate_result(specs[name].shape, dtype or specs[name].dtype, inputs.base[name].device)
         for name in names
-    }  # fmt: skip
+    }
     names = [name for name in names if out[name].numel()]
     if not names:
         return list(out.items())
@@ -270,7 +270,7 @@ def _lift_into(inputs: Inputs, dtype: torch.dtype | None) -> Lift:
         base = inputs.base[name]
         b, a = frame.find_basis(name).lift(coordinates)
         change = (b @ a).to(base.device, inputs.compute)
-        out = torch.empty(base.shape, dtype=dtype or base.dtype, device=base.device)
+        out = allocate_result(tuple(base.shape), dtype or base.dtype, base.device)
         wide = base.to(inputs.compute, copy=True)
         change = change.mT if name in inputs.transposed else change
         _store(name, out, _add(wide, change, 1.0, out.dtype))
