@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le
 
 from mergekit_lab.commands.merge_checkpoints import merge
-from mergekit_lab.commands.prepare import Devices
 from mergekit_lab.merging import TaskArithmetic
+from mergekit_lab.merging.devices import Devices
 from mergekit_lab.merging.inputs import Source
 
 log = logging.getLogger(__name__)

@@ -13,13 +13,14 @@ import torch
 from annotated_types import Ge, Gt, Le
 
 from mergekit_lab.checkpoints import MAX_SHARD_BYTES, check_out, check_push
-from mergekit_lab.commands.prepare import Devices, prepare
+from mergekit_lab.commands.prepare import prepare
 from mergekit_lab.commands.prepared import Prepared
 from mergekit_lab.commands.sources import list_local_paths, read_sources
 from mergekit_lab.commands.write import check_format, write
 from mergekit_lab.console import is_watched
 from mergekit_lab.errors import InputError, say_bytes
 from mergekit_lab.merging import Method
+from mergekit_lab.merging.devices import Devices
 from mergekit_lab.merging.inputs import Source, Sources, list_patterns
 from mergekit_lab.schema.target import Target
 

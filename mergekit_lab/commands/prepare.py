@@ -40,9 +40,8 @@ from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.commands.prepared import Adapter, Arranged, Prepared
 from mergekit_lab.commands.sources import name_sources, refuse_absent, shorten_path
 from mergekit_lab.errors import InputError, listing, suggestion
-from mergekit_lab.machine import list_devices
 from mergekit_lab.merging import Method, resolve_device
-from mergekit_lab.merging.devices import parse_devices
+from mergekit_lab.merging.devices import Devices, parse_devices
 from mergekit_lab.merging.inputs import RUNNING_STATISTICS, Source, Sources, is_selected
 from mergekit_lab.ranges import require_choice
 
@@ -50,7 +49,6 @@ _FACTOR = re.compile(
     r"(^|[._])(lora_?(a|b|down|up|embedding_a|embedding_b)|lora\.(down|up)|hada_|lokr_)", re.IGNORECASE
 )
 """In names of adapters, of peft, diffusers and kohya-ss."""
-Devices = str | int | Sequence[str | int]
 
 
 def prepare(
@@ -84,7 +82,7 @@ def prepare(
     named = name_sources(experts, "experts")
     if not named:
         raise InputError("there is nothing to merge: give experts=[…]")
-    dtype, devices = read_dtype(dtype), read_devices(device)
+    dtype, devices = read_dtype(dtype), parse_devices(device)
     if read:  # the hub may be slow: what can be judged before it is asked is judged now
         for each in devices:
             resolve_device(each)
@@ -271,16 +269,6 @@ def _check_tokenizer(folder: Path | None, base: Checkpoint) -> None:
             f"tokenizer_from={folder}: its tokens reach row {max(tokens.values())}, and the result has {rows} "
             "rows: embeddings=pad makes room for the tokens of models that have them"
         )
-
-
-def read_devices(device: Devices) -> list[str]:
-    """Devices by name; `auto` is all that there are of CUDA, else the CPU.
-
-    Raises:
-        InputError: no name, or no list of them.
-    """
-    names = parse_devices(device)
-    return list_devices() if names == "auto" else [names] if isinstance(names, str) else names
 
 
 def read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -21,7 +21,6 @@ from mergekit_lab.backbones import Backbone, LanguageModel, Objective, Parametri
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.compiled import compile_model
 from mergekit_lab.errors import InputError, suggestion
-from mergekit_lab.machine import list_devices
 from mergekit_lab.merging import resolve_device
 from mergekit_lab.merging.devices import parse_devices
 from mergekit_lab.paths import default_store
@@ -86,7 +85,7 @@ class Run:
         self.training = TrainingSettings(**plain["training"])
         self.search = Search(**plain["search"])
         self.trainer = TrainerSettings(**plain["trainer"])
-        self.devices = resolve_devices(plain["device"])
+        self.devices = [str(resolve_device(each)) for each in parse_devices(plain["device"], SPREAD)]
         self.device = resolve_device(self.devices[0])
         self.store = Store(Path(cfg.store.root).expanduser() if cfg.store.root else default_store())
         self._shared: dict[str, Any] = {} if shared is None else shared
@@ -380,19 +379,6 @@ class Run:
         self.timings[stage] = Timing(round(time.monotonic() - begun, 2), **self._counts)
         log.info("%s: %.1f s, %d computed, %d found in the store", stage, time.monotonic() - begun,
                  self._counts["computed"], self._counts["reused"])  # fmt: skip
-
-
-def resolve_devices(device: object) -> list[str]:
-    """The devices that a configuration names, `auto` and `spread` resolved."""
-    if device != []:
-        device = parse_devices(device)
-    if isinstance(device, list):
-        if not device:
-            raise InputError("device is an empty list")
-        return [str(resolve_device(one)) for one in device]
-    if device in ("auto", "spread"):
-        return list_devices(1 if device == "auto" else SPREAD)
-    return [str(device)]
 
 
 _latest: list[Any] = []
