@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 from mergekit_lab.errors import InputError, abbreviate, suggestion
 
-
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 """The largest number of float32, in which most merges are computed."""
 FASTEST = 1e30

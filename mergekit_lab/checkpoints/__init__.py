@@ -29,6 +29,7 @@ from mergekit_lab.checkpoints.inspection import (
 from mergekit_lab.checkpoints.layers import (
     LayerRange,
     arrange_layers,
+    count_layers,
     split_layer,
     stands_before_layers,
 )
@@ -97,6 +98,7 @@ __all__ = [
     "compare_specs",
     "copy_model_files",
     "copy_tokenizer_files",
+    "count_layers",
     "count_vocabulary_rows",
     "describe_inputs",
     "describe_model",

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from mergekit_lab.commands import list_arguments
 from mergekit_lab.commands.merge_checkpoints import merge
 from mergekit_lab.merging import TaskArithmetic
 from mergekit_lab.merging.devices import Devices
@@ -87,17 +88,5 @@ class Extract:
     run_dir: str
 
     def run(self, folder: Path) -> None:
-        """Extract.
-
-        Raises:
-            InputError: it does not work.
-        """
-        assert self.base
-        assert self.expert
-        assert self.out
-        out = extract(
-            self.base, self.expert, self.out, rank=self.rank, energy=self.energy, include=self.include,
-            exclude=self.exclude, dtype=self.dtype, device=self.device, overwrite=self.overwrite,
-            push_to=self.push_to, push_private=self.push_private, progress=self.progress,
-        )  # fmt: skip
-        log.info("extracted what %s changed into %s", self.expert, out)
+        """Extract; `folder` stays empty."""
+        log.info("extracted what %s changed into %s", self.expert, extract(**list_arguments(self)))

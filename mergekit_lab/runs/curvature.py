@@ -61,21 +61,16 @@ def list_kinds(method: Method) -> list[str]:
     return [kind for kind in method.side_inputs if kind not in (CHAINED, MASK)]
 
 
-def list_side_kinds(run: Run) -> list[str]:
-    """The side inputs that a run makes: what its mergers read, and what `curvature.kind` asks for."""
+def curvature_nodes(run: Run) -> list[Node]:
+    """What the stage makes: what the run's mergers read, and what `curvature.kind` asks for."""
     kinds = [kind for merger in run.mergers.values() for kind in list_kinds(merger.method)]
-    return list(dict.fromkeys([*kinds, *filter(None, [run.cfg.curvature.kind])]))
-
-
-def curvature_nodes(run: Run) -> Iterator[Node]:
-    """All that the stage makes, in order."""
-    for kind in list_side_kinds(run):
-        yield from (side_node(run, kind, task) for task in run.experts)
+    kinds += filter(None, [run.cfg.curvature.kind])
+    return [side_node(run, kind, task) for kind in dict.fromkeys(kinds) for task in run.experts]
 
 
 def stage_curvature(run: Run) -> None:
     """Make what side inputs the run's mergers read, of every expert."""
-    nodes = list(curvature_nodes(run))
+    nodes = curvature_nodes(run)
     if not nodes:
         log.info("curvature: no merger of this run needs any")
     run.spread(stage_curvature, nodes)

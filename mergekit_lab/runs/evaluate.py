@@ -36,10 +36,9 @@ def list_models(run: Run) -> Iterator[Model]:
         yield joint_model(run)
 
 
-def evaluation_nodes(run: Run) -> Iterator[Node]:
-    """All that the stage makes, in order."""
-    for model in list_models(run):
-        yield from (evaluation_node(run, model, task, "test") for task in model.tasks)
+def evaluation_nodes(run: Run) -> list[Node]:
+    """What the stage makes, in order."""
+    return [evaluation_node(run, model, task, "test") for model in list_models(run) for task in model.tasks]
 
 
 def load_harness_tasks(run: Run) -> None:
@@ -60,7 +59,7 @@ def stage_evaluate(run: Run) -> None:
     for model in list_models(run):
         if model.node:
             run.need(model.node)
-    nodes = list(evaluation_nodes(run))
+    nodes = evaluation_nodes(run)
     run.spread(stage_evaluate, nodes)
     mine = [node for node in nodes if run.is_mine(node.unit)]
     for node in track(mine, "evaluating", disable=not run.cfg.progress, transient=True):

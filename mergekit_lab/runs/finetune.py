@@ -106,14 +106,9 @@ def joint_node(run: Run) -> Node:
     )  # fmt: skip
 
 
-def finetune_nodes(run: Run) -> Iterator[Node]:
-    """All that the stage makes, in order."""
-    if wants_fit(run.cfg.optimizer) and not run.cfg.experts:
-        yield from (pilot_node(run, task) for task in run.experts)
-        yield fit_node(run)
-    yield from (expert_node(run, task) for task in run.experts)
-    if run.cfg.joint:
-        yield joint_node(run)
+def finetune_nodes(run: Run) -> list[Node]:
+    """What the stage is for; `walk` lists what it makes on the way."""
+    return [*(expert_node(run, task) for task in run.experts), *([joint_node(run)] if run.cfg.joint else [])]
 
 
 def find_optimizer(run: Run, task: str) -> DictConfig:
@@ -185,8 +180,7 @@ def stage_finetune(run: Run) -> None:
         log.info(
             "finetune: a budget of seconds is not reproducible bit for bit: its steps depend on the machine"
         )
-    experts = [expert_node(run, task) for task in run.experts]
-    nodes = [*experts, *([joint_node(run)] if run.cfg.joint else [])]
+    nodes = finetune_nodes(run)
     _decode(run, nodes)
     if wants_fit(run.cfg.optimizer):
         _log_fit(run.obtain(fit_node(run)).info)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.learn import coefficients_node, is_learned, load_learned_method
 from mergekit_lab.runs.mergers import Merger, say_fields
 from mergekit_lab.runs.models import TASK_FACTORS, Model, read_peak_memory
-from mergekit_lab.runs.nodes import Node, declare
+from mergekit_lab.runs.nodes import Node, declare, walk
 from mergekit_lab.runs.run import MODEL, Run
 from mergekit_lab.runs.search import read_coefficient, read_fields, search_node
 from mergekit_lab.store import Artifact
@@ -68,21 +68,16 @@ def merged_model(run: Run, label: str) -> Model:
     return Model("merged", tuple(run.tasks), merged_node(run, label), run.mergers[label])
 
 
-def merge_nodes(run: Run) -> Iterator[Node]:
-    """All that the stage makes, in order."""
-    for label, merger in run.mergers.items():
-        if merger.searched:
-            yield search_node(run, label)
-        if is_learned(merger):
-            yield coefficients_node(run, label)
-        yield merged_node(run, label)
+def merge_nodes(run: Run) -> list[Node]:
+    """What the stage makes, in order."""
+    return [node for node in walk(merged_node(run, label) for label in run.mergers) if node.stage == "merge"]
 
 
 def stage_merge(run: Run) -> None:
     """Choose each coefficient and write each merged model, on the run's devices."""
     if not run.mergers:
         log.info("merge: this run names no merger; set merger=NAME")
-    nodes = list(merge_nodes(run))
+    nodes = merge_nodes(run)
     run.spread(stage_merge, nodes)
     for node in nodes:
         if run.is_mine(node.unit):

@@ -6,7 +6,7 @@ Artifacts declared here: `evaluations`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from mergekit_lab.errors import InputError, suggestion
 from mergekit_lab.evaluation import score, score_with_harness
 from mergekit_lab.runs.finetune import expert_node, joint_node
 from mergekit_lab.runs.mergers import Merger
-from mergekit_lab.runs.nodes import Node
+from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import Run, load_state
 from mergekit_lab.store import Artifact, make_key
 from mergekit_lab.store.store import Workspace
@@ -51,7 +51,7 @@ class Model:
     node: Node | None = None
     merger: Merger | None = None
     name: str | None = None
-    backbone: Backbone | None = None
+    backbone: Backbone | None = field(default=None, compare=False)
 
     @property
     def label(self) -> str:
@@ -106,6 +106,7 @@ def joint_model(run: Run) -> Model:
     return Model("joint", tuple(run.tasks), joint_node(run))
 
 
+@declare
 def evaluation_node(run: Run, model: Model, task: str, part: Part) -> Node:
     """A model on one part of one task: `info["value"]`, and all its `info["metrics"]`."""
     return Node(

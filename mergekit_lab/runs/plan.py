@@ -21,7 +21,7 @@ from mergekit_lab.machine import format_duration
 from mergekit_lab.runs.curvature import curvature_nodes, list_kinds
 from mergekit_lab.runs.finetune import finetune_nodes, fit_node
 from mergekit_lab.runs.graph import list_nodes
-from mergekit_lab.runs.nodes import Node
+from mergekit_lab.runs.nodes import Node, walk
 from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.run import count_evaluations_a_step, wants_fit
 from mergekit_lab.store import Store
@@ -109,7 +109,7 @@ def plan_shared_training(runs: Sequence[Run]) -> list[Work]:
     joint: dict[str, Work] = {}
     experts: dict[str, tuple[int, Work]] = {}
     for number, run in enumerate(runs):
-        missing = [node for node in finetune_nodes(run) if not run.find(node)]
+        missing = [node for node in walk(finetune_nodes(run)) if not run.find(node)]
         if wants_fit(run.cfg.optimizer):
             if missing:
                 experts.setdefault(fit_node(run).key, (0, Work(number, None)))
@@ -125,7 +125,7 @@ def plan_shared_training(runs: Sequence[Run]) -> list[Work]:
 
 def list_unmade(run: Run, work: Work) -> list[Node]:
     """What a training job was to make, with the curvature that its run wants, and did not."""
-    nodes = [*finetune_nodes(run), *curvature_nodes(run)]
+    nodes = walk([*finetune_nodes(run), *curvature_nodes(run)])
     return [node for node in nodes if work.only in (None, node.unit) and not run.find(node)]
 
 

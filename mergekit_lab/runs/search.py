@@ -38,8 +38,13 @@ def search_node(run: Run, label: str) -> Node:
         "searches", f"the coefficient of {label}", "merge", label,
         decide=lambda: _search_content(run, merger),
         make=lambda workspace: _search(run, merger, workspace),
-        needs=merge_inputs(run, merger),
+        needs=(*merge_inputs(run, merger), *_list_evaluations(run).values()),
     )  # fmt: skip
+
+
+def _list_evaluations(run: Run) -> dict[str, Node]:
+    """Of every expert on its task's validation part, which candidates are compared with."""
+    return {task: evaluation_node(run, expert_model(run, task), task, "validation") for task in run.experts}
 
 
 def check_patterns(run: Run) -> None:
@@ -86,10 +91,7 @@ def read_coefficient(run: Run, merger: Merger) -> float | None:
 
 def _search(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
     """Every candidate is one pass of arithmetic and its evaluation: of a grid, merge once a variant, at 1."""
-    experts = {
-        task: float(run.obtain(evaluation_node(run, expert_model(run, task), task, "validation")).info["value"])
-        for task in run.experts
-    }
+    experts = {task: float(run.obtain(node).info["value"]) for task, node in _list_evaluations(run).items()}
     curve: list[Candidate] = _evolve(run, merger, experts, workspace) if run.search.method == "cma_es" else []
     for fields in () if curve else run.search.variants(merger.content):
         score_at = _make_scorer(run, merge_experts(run, merger.with_fields(fields).at(1.0)))
