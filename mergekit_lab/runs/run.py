@@ -6,15 +6,15 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
 from torch import Tensor, nn
 
 from mergekit_lab.backbones import Backbone, LanguageModel, Objective, Parametrization
@@ -46,6 +46,7 @@ from mergekit_lab.training import TrainingSettings
 from mergekit_lab.workers import Pool, import_ahead
 
 log = logging.getLogger(__name__)
+Item = TypeVar("Item")
 
 MODEL = "model.safetensors"
 """The weights in an artifact that is a model."""
@@ -287,9 +288,28 @@ class Run:
         self._log_product(node, artifact)
         return artifact
 
-    def was_told(self, artifact: Artifact) -> bool:
-        """Whether a process of this run that made it has said so."""
-        return artifact.reused and artifact.key in self.made
+    def make(
+        self, stage: Callable[[Run], None] | None, nodes: Sequence[Node], title: str | None = None
+    ) -> Iterator[tuple[Node, Artifact, bool]]:
+        """These nodes' artifacts, as far as they are this process's; what is missing is spread over devices.
+
+        Args:
+            stage: makes what `is_mine`; importable by its name. None: nothing is spread.
+            title: of a bar; None: their makers show their own.
+
+        Yields:
+            A node, its artifact, and whether the log lacks it: a process of this run that made it has said so.
+        """
+        if stage is not None and len(self.devices) > 1:
+            self._spread(stage, nodes)
+        mine = [node for node in nodes if self.is_mine(node.unit)]
+        for node in mine if title is None else self.track(mine, title):
+            artifact = self.obtain(node)
+            yield node, artifact, not (artifact.reused and artifact.key in self.made)
+
+    def track(self, items: Iterable[Item], title: str, total: int | None = None) -> Iterable[Item]:
+        """The items, with a bar that goes on with them and vanishes at the end."""
+        return track(items, title, total, disable=not self.cfg.progress, transient=True)
 
     def _log_product(self, node: Node, artifact: Artifact) -> None:
         """Tell the tracker of an artifact, and of those it was made of that it knows."""
@@ -326,23 +346,15 @@ class Run:
         finally:
             self.only = before
 
-    def spread(self, stage: Callable[[Run], None], nodes: Sequence[Node]) -> None:
-        """Make missing nodes on all devices of the run, with one process each.
-
-        With one device or one unit nothing happens: the stage's own loop does the work.
-
-        Args:
-            stage: makes what `is_mine`; importable by its name.
-            nodes: the longest work first.
+    def _spread(self, stage: Callable[[Run], None], nodes: Sequence[Node]) -> None:
+        """Make missing nodes on all devices of the run, with one process each; one unit is left to this one.
 
         Raises:
             InputError: a user's mistake in one of them, after the others are done.
             RuntimeError: another failure.
         """
-        if len(self.devices) < 2:
-            return
         missing = [node.unit for node in nodes if node.unit and self.is_mine(node.unit) and not self.find(node)]
-        units = list(dict.fromkeys(missing))
+        units = sorted(dict.fromkeys(missing), key=lambda unit: unit != "+joint")  # which takes longest
         if len(units) < 2:
             return
         if self._pool is None:
@@ -399,6 +411,11 @@ def _work_in_process(
     with run.work_on([unit]):
         stage(run)
     return set(run.made)
+
+
+def say_seconds(artifact: Artifact) -> str:
+    """How long it took to make an artifact, for the log."""
+    return "found in the store" if artifact.reused else f"{artifact.info['wall_seconds']:.1f} s"
 
 
 def load_state(artifact: Artifact, name: str = MODEL) -> dict[str, Tensor]:

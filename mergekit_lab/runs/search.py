@@ -12,7 +12,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from rich.progress import track
 from torch import Tensor
 
 from mergekit_lab.checkpoints import open_checkpoint
@@ -101,9 +100,8 @@ def _search(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]
         if run.search.method == "halving":
             candidates = search_halving(grid, experts, score_at, refine=run.search.refine, reached=reached)
         else:
-            shown = track(grid, title, disable=not run.cfg.progress, transient=True)
             candidates = search_grid(
-                shown, experts, score_at,
+                run.track(grid, title), experts, score_at,
                 prune=run.search.prune, patience=run.search.patience, reached=reached,
             )  # fmt: skip
         curve += [replace(candidate, fields=fields) for candidate in candidates]
@@ -138,7 +136,7 @@ def _evolve(run: Run, merger: Merger, experts: Mapping[str, float], workspace: W
         run.model.load_state_dict(merge_state_dicts(base, models, method, device=run.device))
         return _score_model(run)
 
-    turns = track(range(how.trials), f"weights of {merger.label}", disable=not run.cfg.progress, transient=True)
+    turns = run.track(range(how.trials), f"weights of {merger.label}")
     curve = search_cma_es(
         len(experts) * len(patterns), experts, score_at, turns=turns, low=how.low, high=how.high,
         population=how.population, seed=how.seed, log=workspace.resume / "trials.jsonl",

@@ -8,7 +8,6 @@ import struct
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -20,6 +19,7 @@ from pictures import leave_undrawn
 
 from mergekit_lab import InputError
 from mergekit_lab.analysis.plane import measure_barrier
+from mergekit_lab.kept_results import keep_results
 from mergekit_lab.paths import conf_dir
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
@@ -303,11 +303,11 @@ def test_losses_that_overflow_are_null_in_the_store_and_leave_a_figure(trained, 
 
 def test_rows_with_nan_are_read_back_and_written_as_null(tmp_path) -> None:
     file = tmp_path / "rows.jsonl"
-    file.write_text('[["a", 1], {"loss": [NaN, 1.0]}]\n["cut')
-    run = SimpleNamespace(cfg=SimpleNamespace(progress=False))
-    rows = contract.compute_each(run, [("a", 1), ("b", 2)], lambda cell: {"loss": [math.inf]}, file, "rows")
-    assert math.isnan(rows["a", 1]["loss"][0])
-    assert file.read_text() == '[["a", 1], {"loss": [null, 1.0]}]\n[["b", 2], {"loss": [null]}]\n'
+    file.write_text('[["a", 1], {"loss": [null, 1.0]}]\n["cut')
+    recall = keep_results(lambda cell: {"loss": [math.inf]}, file)
+    assert math.isnan(recall(("a", 1))["loss"][0])
+    assert recall(("b", 2)) == {"loss": [math.inf]}
+    assert file.read_text().splitlines()[2] == '[["b", 2], {"loss": [null]}]'
     panel = contract.make_plane_panel("loss", [[1.0, math.nan], [3.0, 2.0]])
     assert math.isnan(panel.values[0][1])
     assert panel.title == "loss (1 of 4 not finite)"

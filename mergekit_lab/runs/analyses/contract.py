@@ -6,28 +6,26 @@ An analysis is a frozen dataclass: its fields are its settings. `content` names 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge
-from rich.progress import track
 from torch import Tensor
 
 from mergekit_lab.analysis.plane import Sample
 from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.kept_results import Cell, keep_results
 from mergekit_lab.reporting.figures import Panel, Plane
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.run import Run, load_state
 from mergekit_lab.tasks import Part
 
 Data = dict[str, Any]
-Cell = TypeVar("Cell")
 Count = Annotated[int, Ge(1)]
 """A setting that is a whole number of at least 1."""
 
@@ -180,26 +178,6 @@ def make_plane_panel(
     return Plane(title, values, points or {})
 
 
-def without_nan(data: Any) -> Any:
-    """As JSON can hold it: None in place of every NaN and infinity."""
-    return _replace(
-        data, lambda value: None if isinstance(value, float) and not math.isfinite(value) else value
-    )
-
-
-def with_nan(data: Any) -> Any:
-    """As it is computed with and drawn: NaN in place of every None."""
-    return _replace(data, lambda value: math.nan if value is None else value)
-
-
-def _replace(data: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(data, Mapping):
-        return {name: _replace(value, change) for name, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_replace(value, change) for value in data]
-    return change(data)
-
-
 def compute_each(
     run: Run, cells: Iterable[Cell], compute: Callable[[Cell], Any], file: Path, title: str
 ) -> dict[Cell, Any]:
@@ -211,34 +189,5 @@ def compute_each(
         file: one that stays when the process is cut.
         title: of the progress bar.
     """
-    done = {_as_cell(cell): value for cell, value in _read_lines(file)}
-    results = {}
-    for cell in track(list(cells), title, disable=not run.cfg.progress, transient=True):
-        if cell not in done:
-            done[cell] = compute(cell)
-            with file.open("a") as stream:
-                stream.write(_line([cell, done[cell]]))
-        results[cell] = done[cell]
-    return results
-
-
-def _as_cell(value: Any) -> Any:
-    return tuple(map(_as_cell, value)) if isinstance(value, list) else value
-
-
-def _read_lines(file: Path) -> list[Any]:
-    """The lines of an earlier try; one that was cut is left out, here and in the file."""
-    if not file.exists():
-        return []
-    lines = []
-    for line in file.read_text().splitlines():
-        try:
-            lines.append(with_nan(json.loads(line)))
-        except ValueError:
-            break
-    file.write_text("".join(map(_line, lines)))
-    return lines
-
-
-def _line(item: Any) -> str:
-    return json.dumps(without_nan(item), allow_nan=False) + "\n"
+    recall = keep_results(compute, file)
+    return {cell: recall(cell) for cell in run.track(list(cells), title)}
