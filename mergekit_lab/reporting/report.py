@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mergekit_lab.errors import say_duration
 from mergekit_lab.reporting import html, plots
 from mergekit_lab.reporting.bootstrap import Samples, add_intervals
 from mergekit_lab.reporting.checks import find_warnings
@@ -265,7 +266,7 @@ def _name_group(group: tuple[str, ...]) -> str:
 def _write_summary(page: html.Page) -> str:
     """The page without its pictures, in Markdown."""
     timings = [
-        f"{stage}: {html.say_duration(timing.seconds)}, {timing.computed} computed, {timing.reused} reused"
+        f"{stage}: {say_duration(timing.seconds)}, {timing.computed} computed, {timing.reused} reused"
         for stage, timing in page.timings.items()
     ]
     failures = [f"{f.run} {' '.join(f.overrides)}: {_take_first_line(f.error)}" for f in page.failures]
