@@ -46,12 +46,8 @@ def extract(
         out: the folder to make; it appears whole or not at all.
         rank: at most so many directions per weight, at least 1.
         energy: keep at least this share of each weight's squared change, in (0, 1].
-        include, exclude: name patterns, or one.
         dtype: the factors' dtype; float32 by default.
-        device: where the arithmetic happens.
-        overwrite: replace `out` if a merge wrote it.
-        push_to, push_private: as `merge` takes them.
-        progress: show a bar.
+        include, exclude, device, overwrite, push_to, push_private, progress: as `merge` takes them.
 
     Returns:
         `out`.

@@ -118,33 +118,14 @@ def merge(
 
 @dataclass(frozen=True)
 class MergeCheckpoints:
-    """The configuration of the command.
+    """The configuration of the command; `merge` says what its keys are.
 
     Args:
-        base: a folder, a file or a hub id.
-        experts: a list of the same and of PEFT adapters' folders, a mapping from name to one, or `@list.txt`: a
-            file with a line each, `path` or `name=path`.
-        out: the folder to be made.
         recipe: a mergekit YAML in place of `base`, `experts` and `merger`.
+        experts, fishers, grams: `@list.txt` too, a file with a line each, `path` or `name=path`.
         merger: the method; a coefficient that is null is the method's own default, nothing is searched here.
-        fishers, grams: side inputs, in the experts' order or by name; `@list.txt` too.
-        include, exclude: name patterns of tensors.
-        embeddings: intersect, pad or base, where vocabularies differ.
-        tokenizer_from: a folder, a hub id or an expert's name.
-        allow_config_mismatch: keys of configurations that may differ.
-        dtype: float32, float16, bfloat16, …; null: each tensor's own.
-        format: dense; low_rank: what a spectral merge adds to the base, in factors; per_task: what a method
-            adds that makes a model for every task; adapter: one LoRA adapter.
-        rank, energy: of an adapter.
-        metrics: numbers for the model card, by name.
-        push_to: a repository of the hub that gets the result.
-        push_private: whether it is made private.
         dry_run: read headers only, and say what would happen.
-        overwrite: replace `out` if a merge wrote it.
-        max_shard_bytes: of one file.
-        device: where the arithmetic happens.
-        seed: of methods that draw random numbers.
-        progress: show a bar.
+        seed: of a recipe's methods that draw random numbers.
     """
 
     command: Literal["merge_checkpoints"]
