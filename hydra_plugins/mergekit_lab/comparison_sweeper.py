@@ -230,14 +230,14 @@ class ComparisonSweeper(BasicSweeper):
         if "suite" not in self.config:  # another program's sweep
             return
         from mergekit_lab.errors import InputError
-        from mergekit_lab.runs.compare import report_sweep
+        from mergekit_lab.runs.compare import report_runs
 
         try:
             out, now = Path(self.config.hydra.sweep.dir), self._list_begun()
             jobs = {job for job, when in now.items() if before.get(job) != when}
             if jobs:
                 jobs |= {out / str(n) for n in range(self._asked)} - now.keys()
-                report_sweep(sorted(jobs, key=lambda p: int(p.name)), out, self.config, arguments)
+                report_runs(self.config, sorted(jobs, key=lambda p: int(p.name)), out, arguments, sweep=True)
         except InputError as error:
             log.warning(f"left out of the comparison: {error}")
         except Exception:

@@ -25,13 +25,7 @@ from mergekit_lab.merging import resolve_device
 from mergekit_lab.merging.devices import parse_devices
 from mergekit_lab.paths import default_store
 from mergekit_lab.reporting import Product, Timing, Tracker
-from mergekit_lab.runs.checks import (
-    check_choices,
-    check_scoring,
-    check_shares,
-    check_task_names,
-    refuse_models_of_tasks,
-)
+from mergekit_lab.runs.checks import check_mergers, check_scoring, check_shares, check_task_names
 from mergekit_lab.runs.given_up import give_up, read_reason
 from mergekit_lab.runs.keeper import StoreKeeper
 from mergekit_lab.runs.mergers import build_mergers
@@ -107,10 +101,7 @@ class Run:
             mergers = {choices.get("merger") or "merger": cfg.merger}
         self.mergers = build_mergers(mergers, self.search, self.experts)
         self.only: list[str] | None = plain["only"]
-        if not self.learned:
-            check_choices(self.mergers)
-        if self.has_harness:
-            refuse_models_of_tasks(self.mergers)
+        check_mergers(self.mergers, learns=bool(self.learned), has_harness=self.has_harness)
         units = [*dict.fromkeys([*self.experts, *self.tasks]), *self.mergers, "+joint"]
         for name in self.only or ():
             if name not in units:
