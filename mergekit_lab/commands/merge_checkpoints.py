@@ -22,6 +22,7 @@ from mergekit_lab.errors import InputError, say_bytes
 from mergekit_lab.merging import Method
 from mergekit_lab.merging.devices import Devices
 from mergekit_lab.merging.inputs import Source, Sources, list_patterns
+from mergekit_lab.ranges import require
 from mergekit_lab.schema.target import Target
 
 if TYPE_CHECKING:
@@ -98,8 +99,7 @@ def merge(
     """
     check_push(push_to)
     for name, number in (metrics or {}).items():
-        if not isinstance(number, int | float):
-            raise InputError(f"metrics: {name} is {number!r}; it must be a number")
+        require(isinstance(number, int | float), f"metrics: {name}", number, "a number")
     check_out(Path(out).expanduser(), overwrite, list_local_paths(base, experts))
     for kind, given in (("fisher", fishers), ("gram", grams)):
         if given is not None:

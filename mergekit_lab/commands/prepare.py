@@ -43,7 +43,7 @@ from mergekit_lab.errors import InputError, listing, suggestion
 from mergekit_lab.merging import Method, resolve_device
 from mergekit_lab.merging.devices import Devices, parse_devices
 from mergekit_lab.merging.inputs import RUNNING_STATISTICS, Source, Sources, is_selected
-from mergekit_lab.ranges import require_choice
+from mergekit_lab.ranges import require, require_choice
 
 _FACTOR = re.compile(
     r"(^|[._])(lora_?(a|b|down|up|embedding_a|embedding_b)|lora\.(down|up)|hada_|lokr_)", re.IGNORECASE
@@ -77,8 +77,8 @@ def prepare(
         read: compare the values of names that look tied; False reads headers only, and keeps what is wrong with
             the vocabularies for the report.
     """
-    if isinstance(method, type) or not (isinstance(method, Method) or callable(method)):
-        raise InputError(f"method is {method!r}; it must be an instance of a merging method, as TIES()")
+    right = isinstance(method, Method) or (callable(method) and not isinstance(method, type))
+    require(right, "method", method, "an instance of a merging method, as TIES()")
     named = name_sources(experts, "experts")
     if not named:
         raise InputError("there is nothing to merge: give experts=[…]")
@@ -280,11 +280,9 @@ def read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if dtype is None:
         return None
     if isinstance(dtype, torch.dtype):
-        if not dtype.is_floating_point:
-            raise InputError(f"dtype is {dtype}; it must be a floating-point dtype")
+        require(dtype.is_floating_point, "dtype", dtype, "a floating-point dtype")
         return dtype
-    if dtype not in FLOATING:
-        raise InputError(f"dtype is {dtype!r}{suggestion(dtype, FLOATING)}")
+    require_choice("dtype", dtype, FLOATING)
     value: torch.dtype = getattr(torch, dtype)
     return value
 

@@ -97,8 +97,8 @@ class MergOPT(OffsetOptimizer):
         per_rank: bool = False,
         task_vectors: Iterable[Any] | Mapping[str, Any] | None = None,
     ) -> None:
-        if isinstance(coefficients, str) or not isinstance(coefficients, Sequence):
-            raise InputError(f"coefficients is {coefficients!r}; it must be a list of numbers")
+        right = isinstance(coefficients, Sequence) and not isinstance(coefficients, str)
+        require(right, "coefficients", coefficients, "a list of numbers")
         self.coefficients = list(coefficients)
         self.max_experts = max_experts
         self.distribution = distribution

@@ -153,7 +153,9 @@ DAY_AGO = time.time_ns() - DAY
 def test_the_comparison_is_of_all_jobs_of_this_sweep_whatever_the_clocks_say(tmp_path, monkeypatch) -> None:
     """Those too that could not begin, and none of an earlier sweep in the same folder."""
     compared = []
-    monkeypatch.setattr("mergekit_lab.runs.compare.report_runs", lambda cfg, jobs, *_, **__: compared.append(jobs))
+    monkeypatch.setattr(
+        "mergekit_lab.runs.compare.report_runs", lambda cfg, jobs, *_, **__: compared.append(jobs)
+    )
     begins([[f"run_dir={tmp_path}/run"]], 4)
 
     def launch(jobs, initial_job_idx: int) -> list[JobReturn]:

@@ -128,10 +128,8 @@ def evaluate(setting: Any, name: str, t: float, key: str) -> Any:
         setting = [setting]
     if isinstance(setting, bool | int | float | str):
         return _number(setting, key)
-    if not isinstance(setting, list) or not setting:
-        raise InputError(
-            f"the recipe's {key} is {abbreviate(setting)}; it must be a number, a list of numbers, or filters"
-        )
+    rule = "a number, a list of numbers, or filters"
+    require(isinstance(setting, list) and bool(setting), f"the recipe's {key}", setting, rule)
     if all(isinstance(value, bool) for value in setting):
         return setting[int(t * (len(setting) - 1))]
     if all(isinstance(value, int | float | str) and not isinstance(value, bool) for value in setting):
