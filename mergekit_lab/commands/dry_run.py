@@ -32,7 +32,7 @@ from mergekit_lab.checkpoints import (
     refuse_quantized,
 )
 from mergekit_lab.commands.prepared import Prepared
-from mergekit_lab.commands.write import list_input_files, plan_files_beside
+from mergekit_lab.commands.write import check_room, list_input_files, plan_files_beside
 from mergekit_lab.errors import InputError, say_bytes, say_duration
 from mergekit_lab.machine import count_free_bytes
 from mergekit_lab.merging import (
@@ -169,10 +169,8 @@ def _list_merged(prepared: Prepared, result: Report) -> list[str]:
 def _describe_room(out: Path | None, written: int, result: Report) -> str:
     if out is None:
         return "no out=… is set"
-    free = count_free_bytes(out)
-    if free < written:
-        result.problems.append(f"out={out} needs {say_bytes(written)} of disk and {say_bytes(free)} are free")
-    return f"{say_bytes(free)} of disk are free at {out}"
+    result.problems += _try_check(check_room, out, written)
+    return f"{say_bytes(count_free_bytes(out))} of disk are free at {out}"
 
 
 _FIXED = 4 << 20

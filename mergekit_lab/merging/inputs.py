@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,16 +106,17 @@ def open_inputs(
         InputError: see `merge_state_dicts`.
     """
     origin = open_checkpoint(base, "the base")
-    opened = {name: open_checkpoint(source, name) for name, source in _name_sources(experts, "experts").items()}
+    named = name_sources(experts, "experts")
+    _require_sources(named, "experts")
+    opened = {name: open_checkpoint(source, name) for name, source in named.items()}
     if not opened:
         raise InputError("there is nothing to merge: no expert was given")
     for checkpoint in (origin, *opened.values()):
         refuse_quantized(checkpoint)
     tied = origin.find_ties()
     merged = select_tensors(origin.specs, tied, include, exclude, opened.values())
-    require_choice("buffers", buffers, ("merge", "base"))
-    if buffers == "base":
-        merged = tuple(name for name in merged if not name.endswith(RUNNING_STATISTICS))
+    kept = list_kept_statistics(merged, buffers)
+    merged = tuple(name for name in merged if name not in kept)
     matters = make_filter(origin.specs, tied, merged, include, exclude)
     _check_alike(matters(origin.specs), opened.values(), "expert", matters, base=origin)
     _check_buffers(matters(origin.specs), origin, opened.values())
@@ -281,6 +283,14 @@ def _check_buffers(wanted: Specs, base: Checkpoint, experts: Iterable[Checkpoint
 RUNNING_STATISTICS = ("running_mean", "running_var")
 """Of batch norm: buffers that follow the data, not the gradient."""
 VARIANCE = "running_var"
+
+
+def list_kept_statistics(names: Iterable[str], buffers: str) -> list[str]:
+    """Batch norm's running statistics among these tensors, where they stay the base's."""
+    require_choice("buffers", buffers, ("merge", "base"))
+    return [name for name in names if buffers == "base" and name.endswith(RUNNING_STATISTICS)]
+
+
 _COUNTER = "num_batches_tracked"
 """Of batch norm: how many batches were seen. The merged model has the base's number, in whatever dtype."""
 
@@ -295,20 +305,34 @@ def _check_tied(tied: Mapping[str, str], experts: Iterable[Checkpoint]) -> None:
             )
 
 
-def _name_sources(sources: Sources, what: str) -> dict[str, Source]:
+def name_sources(sources: Any, what: str, names: Sequence[str] | None = None) -> dict[str, Any]:
+    """Inputs by name: a mapping's own, which must be `names`, else `names` in order, else positions.
+
+    Raises:
+        InputError: one path, the wrong number of inputs, or names that are no expert's.
+    """
     if isinstance(sources, str | Path | Checkpoint):
-        raise InputError(f"{what} must be a mapping from name to checkpoint or a list of checkpoints")
+        raise InputError(f"{what} is one path ({sources}): give a list or a mapping of checkpoints")
     if isinstance(sources, Mapping):
         named = {str(name): source for name, source in sources.items()}
-    else:
-        named = {str(position): source for position, source in enumerate(sources)}
+        if names is not None and named.keys() != set(names):
+            raise InputError(
+                f"the {what} inputs are for ({listing(named)}), the experts are ({listing(names)})"
+            )
+        return named
+    listed = list(sources)
+    if names is not None and len(listed) != len(names):
+        raise InputError(f"{len(listed)} {what} inputs were given for {len(names)} experts")
+    return dict(zip(names or map(str, range(len(listed))), listed, strict=True))
+
+
+def _require_sources(named: Mapping[str, object], what: str) -> None:
     for name, source in named.items():
         if not isinstance(source, Mapping | str | Path):
             raise InputError(
                 f"{what}: {name!r} is a {type(source).__name__}: pass a mapping from expert name to state dict "
                 "(or checkpoint path), or a list of them"
             )
-    return named
 
 
 def _open_side(
@@ -327,13 +351,8 @@ def _open_side(
     for kind in method.side_inputs:
         if kind not in by_kind:
             raise InputError(explain_missing_side(method, kind))
-        by_name = _name_sources(by_kind[kind], kind)
-        if not isinstance(by_kind[kind], Mapping) and len(by_name) == len(experts):
-            by_name = dict(zip(experts, by_name.values(), strict=True))
-        if by_name.keys() != set(experts):
-            raise InputError(
-                f"the {kind} checkpoints are for ({listing(by_name)}), the experts are ({listing(experts)})"
-            )
+        by_name = name_sources(by_kind[kind], kind, experts)
+        _require_sources(by_name, kind)
         opened[kind] = tuple(open_checkpoint(by_name[name], f"{kind} of {name}") for name in experts)
         own = {n: base.specs[n] for n in merged if method.name_side(kind, n) == n}
         if own:
