@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from mergekit_lab.errors import InputError, abbreviate, suggestion
+from mergekit_lab.errors import InputError, abbreviate, suggest
 
 
 def require(ok: bool, name: str, value: object, rule: str) -> None:
@@ -16,7 +16,7 @@ def require_choice(name: str, value: object, choices: Iterable[str]) -> None:
     """Raise `InputError`, with the nearest choice, unless the setting is one of them."""
     options = list(choices)
     if value not in options:
-        raise InputError(f"{name} is {value!r}{suggestion(str(value), options)}")
+        raise InputError(f"{name} is {value!r}{suggest(str(value), options)}")
 
 
 def require_whole(name: str, value: object, least: int) -> None:

@@ -42,7 +42,7 @@ from mergekit_lab.curvature import Hessian, top_eigenvalues, trace
 from mergekit_lab.evaluation import choose_best, score, search_grid
 from mergekit_lab.merging import Method, TaskArithmetic
 from mergekit_lab.merging.inputs import open_inputs
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.reporting import Tracker
 from mergekit_lab.runs.analyses.contract import read_states, sample, take_samples_of
 from mergekit_lab.runs.combine import merge_experts
@@ -135,7 +135,7 @@ class Clock:
 def compose_run(lines: Sequence[str], folder: Path, small: bool = False) -> Run:
     """What `python -m mergekit_lab` makes of these overrides."""
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+    with initialize_config_dir(str(find_conf_dir()), version_base="1.3"):
         cfg = compose("main", list(lines), return_hydra_config=True)
     HydraConfig.instance().set_config(cfg)
     choices = dict(cfg.hydra.runtime.choices)
@@ -158,7 +158,7 @@ def build_methods(run: Run, changes: Mapping[str, Values], seed: int) -> dict[st
     nodes: Any = OmegaConf.create({"seed": seed, "mergers": {}})
     for label, changed in changes.items():
         nodes.mergers[label] = OmegaConf.merge(
-            OmegaConf.load(conf_dir() / "merger" / f"{label.split()[0]}.yaml"), changed
+            OmegaConf.load(find_conf_dir() / "merger" / f"{label.split()[0]}.yaml"), changed
         )
     return {label: m.method for label, m in build_mergers(nodes.mergers, run.search, run.experts).items()}
 

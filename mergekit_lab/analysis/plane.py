@@ -20,7 +20,7 @@ from mergekit_lab.backbones import Objective
 from mergekit_lab.backbones.objective import find_device
 from mergekit_lab.batches import IGNORED, Batch, to_device
 from mergekit_lab.curvature import likelihood
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.evaluation import Scores, score
 from mergekit_lab.tasks import Part
 
@@ -44,7 +44,7 @@ class Weights:
         for label, state in {"the base": base, **ends}.items():
             missing = named.keys() - state.keys()
             if missing:
-                raise InputError(f"{label} lacks {len(missing)} tensors of the model ({listing(missing)})")
+                raise InputError(f"{label} lacks {len(missing)} tensors of the model ({join_names(missing)})")
         self._targets = list(named.values())
         self._base = [base[n].to(t) for n, t in named.items()]
         self._vectors = {

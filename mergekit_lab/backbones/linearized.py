@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map
 
 from mergekit_lab.backbones.attention import keep_differentiable
 from mergekit_lab.backbones.parametrization import Parametrization
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 
 
 class Tangent(nn.Module):
@@ -54,7 +54,7 @@ class Tangent(nn.Module):
         running = [n for n, m in model.named_modules() if isinstance(m, _NormBase) and m.track_running_stats]
         if running:
             raise InputError(
-                f"a model with running statistics cannot be linearized, and {listing(running)} keep some: "
+                f"a model with running statistics cannot be linearized, and {join_names(running)} keep some: "
                 "take finetuning=full"
             )
         _load_rules()

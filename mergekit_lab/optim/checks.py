@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
-from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.errors import InputError, suggest
 from mergekit_lab.ranges import FASTEST
 
 _LARGEST = 2**63 - 1
@@ -38,7 +38,7 @@ def require_known(name: str, value: str, known: Iterable[str]) -> None:
     """Raise `InputError`, with the nearest valid name, unless `value` is one of `known`."""
     options = tuple(known)
     if value not in options:
-        way_out = suggestion(str(value), options)
+        way_out = suggest(str(value), options)
         raise InputError(f"{name}={value!r} is not one of {', '.join(options)}{way_out}")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mergekit_lab.backbones import Backbone, LanguageModel
 from mergekit_lab.checkpoints import LowRank, open_checkpoint
-from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.errors import InputError, suggest
 from mergekit_lab.evaluation import score, score_with_harness
 from mergekit_lab.runs.finetune import expert_node, joint_node
 from mergekit_lab.runs.mergers import Merger
@@ -177,7 +177,7 @@ def read_metric(run: Run, task: str, artifact: Artifact) -> tuple[str, float]:
         return metric, artifact.info["value"]
     metric, metrics = metric or artifact.info["metric"], artifact.info["metrics"]
     if metric not in metrics:
-        raise InputError(f"suite.metric: {task} has no metric {metric!r}{suggestion(metric, metrics)}")
+        raise InputError(f"suite.metric: {task} has no metric {metric!r}{suggest(metric, metrics)}")
     return metric, metrics[metric]
 
 

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from mergekit_lab.backbones import Backbone, LanguageModel, Objective, Parametrization
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.compiled import compile_model
-from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.errors import InputError, suggest
 from mergekit_lab.machine import list_devices
 from mergekit_lab.merging import resolve_device
 from mergekit_lab.merging.devices import parse_devices
-from mergekit_lab.paths import default_store
+from mergekit_lab.paths import find_default_store
 from mergekit_lab.reporting import Product, Timing, Tracker
 from mergekit_lab.runs.checks import (
     check_choices,
@@ -88,7 +88,7 @@ class Run:
         self.trainer = TrainerSettings(**plain["trainer"])
         self.devices = resolve_devices(plain["device"])
         self.device = resolve_device(self.devices[0])
-        self.store = Store(Path(cfg.store.root).expanduser() if cfg.store.root else default_store())
+        self.store = Store(Path(cfg.store.root).expanduser() if cfg.store.root else find_default_store())
         self._shared: dict[str, Any] = {} if shared is None else shared
         self.backbone: Backbone = self._build(cfg.backbone, Backbone)
         self.parametrization = build(cfg.finetuning, Parametrization)
@@ -114,7 +114,7 @@ class Run:
         units = [*dict.fromkeys([*self.experts, *self.tasks]), *self.mergers, "+joint"]
         for name in self.only or ():
             if name not in units:
-                raise InputError(f"only names {name!r}{suggestion(name, units)}")
+                raise InputError(f"only names {name!r}{suggest(name, units)}")
         self.tracker = build(cfg.logger, Tracker)
         self.timings: dict[str, Timing] = {}
         self.made: set[str] = set()

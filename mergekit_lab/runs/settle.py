@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.errors import InputError, join_names, suggest
 
 _WEIGHTS = ("source", "weights")
 """Keys by which backbones call their pretrained weights."""
@@ -106,7 +106,7 @@ def _list_harness_tasks(suite: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         of_tasks = value if isinstance(value, Mapping) else dict.fromkeys(names, value)
         for name, own in of_tasks.items():
             if name not in nodes:
-                raise InputError(f"suite.{key} names {name!r}, which is no task{suggestion(name, names)}")
+                raise InputError(f"suite.{key} names {name!r}, which is no task{suggest(name, names)}")
             nodes[name][key] = own
     return nodes
 
@@ -121,11 +121,11 @@ def _name_experts(experts: Any, tasks: list[str]) -> dict[str, str]:
     read = read_sources(experts, "experts")
     if isinstance(read, Mapping):
         if odd := [name for name in read if name not in tasks]:
-            raise InputError(f"experts names {odd[0]!r}, which is no task{suggestion(odd[0], tasks)}")
+            raise InputError(f"experts names {odd[0]!r}, which is no task{suggest(odd[0], tasks)}")
         return dict(read)
     if len(read) != len(tasks):
         raise InputError(
-            f"{len(read)} experts were given for {len(tasks)} tasks ({listing(tasks)}): one each, in this "
+            f"{len(read)} experts were given for {len(tasks)} tasks ({join_names(tasks)}): one each, in this "
             "order; suite=NAME or texts=[FILE,…] says which tasks"
         )
     return dict(zip(tasks, read, strict=True))

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.machine import format_size
-from mergekit_lab.paths import default_store
+from mergekit_lab.paths import find_default_store
 from mergekit_lab.reporting import printable
 from mergekit_lab.schema.check import build, check_group
 from mergekit_lab.schema.store import StoreSettings
@@ -49,7 +49,7 @@ def run_store(cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None
     plain: Any = OmegaConf.to_container(cfg.store, resolve=True)
     check_group(plain, StoreSettings, ("store",))
     settings = StoreSettings(**plain)
-    store = Store(Path(settings.root).expanduser() if settings.root else default_store())
+    store = Store(Path(settings.root).expanduser() if settings.root else find_default_store())
     if cfg.dry_run and settings.action in ("export", "import"):
         log.info("dry_run: store.action=%s does nothing with %s", settings.action, _read_path(settings))
     elif settings.action == "list":

@@ -10,7 +10,7 @@ from itertools import combinations
 
 import numpy as np
 
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.tasks.decoding import decode, map_chunks
 from mergekit_lab.tasks.images import HubImages
 from mergekit_lab.tasks.sources import Rows
@@ -74,7 +74,7 @@ class DataCheck:
             if check.corrupt_count:
                 faults.append(f"{self.task}: {check.corrupt_count} images of {part} cannot be decoded")
         if self.misplaced:
-            names = listing(self.misplaced)
+            names = join_names(self.misplaced)
             faults.append(f"{self.task}: names of classes have other classes' numbers ({names})")
         return faults
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.tasks.decoding import (
     FORM,
     Index,
@@ -311,7 +311,7 @@ class HubImages(ImageTask):
         index = self._indices[where]
         unreadable = (index.sizes[chosen] == 0).any(1).nonzero()[0]
         if len(unreadable):
-            names = listing([self.rows[where].name(int(chosen[at])) for at in unreadable], 3)
+            names = join_names([self.rows[where].name(int(chosen[at])) for at in unreadable], 3)
             raise InputError(f"{self.name}: no images ({names}): stage=check_data lists all that are corrupt")
         digest = hashlib.sha256(repr((part, len(chosen))).encode())
         digest.update(np.ascontiguousarray(index.digests[chosen]).tobytes())
@@ -356,9 +356,7 @@ def _read_lines(kind: str, name: str, task: str) -> tuple[str, ...]:
     file = own if own.is_file() else _ASSETS / kind / f"{name}.txt"
     if not file.is_file():
         known = [path.stem for path in (_ASSETS / kind).glob("*.txt")]
-        raise InputError(
-            f"task {task!r}: there are no {kind} {name!r}, and no such file{suggestion(name, known)}"
-        )
+        raise InputError(f"task {task!r}: there are no {kind} {name!r}, and no such file{suggest(name, known)}")
     lines = file.read_text(encoding="utf-8").splitlines()
     kept = tuple(line for line in lines if line and not line.startswith("#"))
     if not kept:

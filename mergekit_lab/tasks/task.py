@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.errors import InputError, suggest
 from mergekit_lab.tasks.decoding import Packed, Pictures
 
 Part = Literal["train", "validation", "test"]
@@ -92,7 +92,7 @@ class Task(ABC):
         Raises `InputError` for any other part.
         """
         if part not in PARTS:
-            raise InputError(f"task {self.name!r} has no part {part!r}{suggestion(str(part), PARTS)}")
+            raise InputError(f"task {self.name!r} has no part {part!r}{suggest(str(part), PARTS)}")
         return _make(self, part)
 
     def count(self, part: Part) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mergekit_lab.backbones import Objective
 from mergekit_lab.batches import Batch, list_tensors, pin_memory, to_device
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.prefetch import prefetch
 from mergekit_lab.tasks import Part
 
@@ -72,7 +72,7 @@ class StepBatches:
         empty = [name for name, size in self._sizes.items() if not size]
         if empty:
             raise InputError(
-                f"the training part of ({listing(empty)}) holds no sample: there is nothing to learn"
+                f"the training part of ({join_names(empty)}) holds no sample: there is nothing to learn"
             )
         if self.share < world:
             raise InputError(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.errors import InputError, suggest
 from mergekit_lab.ranges import FASTEST
 
 _KEEP = ("best", "last")
@@ -114,7 +114,7 @@ class TrainingSettings:
                 "gradient scaling steps without a closure, which SAM and its kin need"
             )
         if self.schedule not in SCHEDULES:
-            raise InputError(f"training.schedule is {self.schedule!r}{suggestion(self.schedule, SCHEDULES)}")
+            raise InputError(f"training.schedule is {self.schedule!r}{suggest(self.schedule, SCHEDULES)}")
         self._check_epochs()
 
     def _check_epochs(self) -> None:
@@ -131,7 +131,7 @@ class TrainingSettings:
 
     def _check_budget(self) -> None:
         if self.budget not in BUDGETS:
-            raise InputError(f"training.budget is {self.budget!r}{suggestion(self.budget, BUDGETS)}")
+            raise InputError(f"training.budget is {self.budget!r}{suggest(self.budget, BUDGETS)}")
         for name in BUDGETS[1:]:
             value = getattr(self, name)
             if value is not None and self.budget != name:

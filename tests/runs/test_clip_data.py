@@ -19,7 +19,7 @@ import mergekit_lab.backbones.open_clip as room
 from mergekit_lab import InputError
 from mergekit_lab.backbones import OpenClip, to_transformers
 from mergekit_lab.backbones.clip_weights import ClipWeights
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.programs import start
 from mergekit_lab.runs.curvature import side_node
 from mergekit_lab.runs.finetune import expert_node
@@ -336,7 +336,7 @@ def without_a_network(experiment: str, tmp_path: Path) -> str:
     """What a command says that must fail."""
     done = subprocess.run(
         [sys.executable, "-m", "mergekit_lab", f"+experiment={experiment}", f"run_dir={tmp_path}/run"],
-        cwd=conf_dir().parent,
+        cwd=find_conf_dir().parent,
         env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -11,7 +11,7 @@ from mergekit_lab import InputError
 from mergekit_lab.backbones import OpenClip, linearize
 from mergekit_lab.evaluation import score
 from mergekit_lab.optim import fit_offset
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
 from mergekit_lab.runs.curvature import side_node
@@ -22,8 +22,8 @@ from mergekit_lab.training import TrainingSettings
 
 BASE = OpenClip("glyph-clip", "asset:glyph_clip")
 ONLY_DIGITS = ["~suite.tasks.latin", "joint=false", "training.steps=2", "training.batch_size=8"]
-FINETUNINGS = [f.stem for f in sorted((conf_dir() / "finetuning").glob("*.yaml"))]
-OPTIMIZERS = [f.stem for f in sorted((conf_dir() / "optimizer").glob("*.yaml"))]
+FINETUNINGS = [f.stem for f in sorted((find_conf_dir() / "finetuning").glob("*.yaml"))]
+OPTIMIZERS = [f.stem for f in sorted((find_conf_dir() / "optimizer").glob("*.yaml"))]
 
 
 def context(folder: Path, store: Path, *overrides: str) -> Run:

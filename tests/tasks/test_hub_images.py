@@ -21,11 +21,11 @@ from hydra.utils import get_class
 from PIL import Image
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.tasks import HubImages, check_task
 from mergekit_lab.tasks.decoding import decode
 
-FILES = sorted((conf_dir() / "task" / "clip").glob("*.yaml"))
+FILES = sorted((find_conf_dir() / "task" / "clip").glob("*.yaml"))
 PUBLISHED_TEMPLATES = {
     **{"cars": 8, "dtd": 8, "eurosat": 3, "gtsrb": 3, "mnist": 1, "resisc45": 18, "sun397": 2, "svhn": 1},
     **{
@@ -64,7 +64,7 @@ def configured(file: Path, **changes: object) -> HubImages:
 
 
 def eurosat(**changes: object) -> HubImages:
-    return configured(conf_dir() / "task" / "clip" / "eurosat.yaml", **changes)
+    return configured(find_conf_dir() / "task" / "clip" / "eurosat.yaml", **changes)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -72,7 +72,7 @@ def test_a_task_file_states_every_field_and_its_names_are_published_with_a_licen
     content = yaml.safe_load(file.read_text())
     assert set(content) - {"_target_"} == {field.name for field in fields(HubImages)} - {"keep"}
     assert content["source"] == f"${{sources.{file.stem}}}"
-    assert file.stem in yaml.safe_load((conf_dir() / "main.yaml").read_text())["sources"]
+    assert file.stem in yaml.safe_load((find_conf_dir() / "main.yaml").read_text())["sources"]
     task = configured(file)
     assert task.name == file.stem
     assert len(set(task.classes)) == len(task.classes) == PUBLISHED_CLASSES[task.name]
@@ -183,7 +183,7 @@ def test_fer2013s_archive_is_read_and_its_labels_are_put_in_order(tmp_path: Path
     usage = ["Training"] * 14 + ["PublicTest"] * 4 + ["PrivateTest"] * 3
     lines = [f"{i % 7},{' '.join(map(str, gray[i]))},{usage[i]}" for i in range(21)]
     (tmp_path / "fer2013.csv").write_text("emotion,pixels,Usage\n" + "\n".join(lines) + "\n")
-    task = configured(conf_dir() / "task" / "clip" / "fer2013.yaml", source=str(tmp_path))
+    task = configured(find_conf_dir() / "task" / "clip" / "fer2013.yaml", source=str(tmp_path))
     assert (task.count("train") + task.count("validation"), task.count("test")) == (14, 7)
     test = task.samples("test")
     shown = [task.classes[label] for label in test.labels.tolist()]

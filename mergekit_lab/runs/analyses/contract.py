@@ -19,7 +19,7 @@ from rich.progress import track
 from torch import Tensor
 
 from mergekit_lab.analysis.plane import Sample
-from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.ranges import require, require_whole
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.run import Run, load_state
@@ -115,7 +115,7 @@ def check_tasks(run: Run, names: Iterable[str], what: str) -> None:
     """Refuse a name that is no task of the run."""
     for name in names:
         if name not in run.tasks:
-            raise InputError(f"{what} names {name!r}, which is no task{suggestion(name, run.tasks)}")
+            raise InputError(f"{what} names {name!r}, which is no task{suggest(name, run.tasks)}")
 
 
 def choose_pairs(run: Run, pairs: list[list[str]] | None) -> list[tuple[str, str]]:
@@ -180,7 +180,7 @@ def normalize_mean(
 def without(left_out: Iterable[str]) -> str:
     """What a title adds for tasks that `normalized` leaves out."""
     names = sorted(set(left_out))
-    return f", without {listing(names)} (experts at 0)" if names else ""
+    return f", without {join_names(names)} (experts at 0)" if names else ""
 
 
 def make_plane_panel(

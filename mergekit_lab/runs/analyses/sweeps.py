@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mergekit_lab.analysis.plane import Weights, evaluate_line
-from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.errors import InputError, suggest
 from mergekit_lab.merging import EpiMer, Method
 from mergekit_lab.ranges import require, require_whole
 from mergekit_lab.runs.analyses.contract import (
@@ -301,7 +301,7 @@ class CurvatureGain(Analysis):
             raise InputError("no merger of this run is an EpiMer: set merger=epimer")
         label = self.merger or next(iter(known))
         if label not in known:
-            near = suggestion(label, known)
+            near = suggest(label, known)
             raise InputError(f"analysis.merger is {label!r}, which is no EpiMer of this run{near}")
         return known[label]
 
