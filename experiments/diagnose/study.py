@@ -47,7 +47,7 @@ def context(store: str) -> Run:
 
 def value(run: Run, state: dict[str, Tensor], task: str, part: Part) -> float:
     run.model.load_state_dict(state)
-    return score(run.model, run.objective(task), part).value
+    return score(run.model, run.make_objective(task), part).value
 
 
 def measured(run: Run) -> Interference:

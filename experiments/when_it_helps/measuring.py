@@ -252,7 +252,7 @@ class Bench:
     def _score(self, tasks: Sequence[str] | Mapping[str, Any], part: Any) -> dict[str, float]:
         run = self._run
         size = run.cfg.evaluation_batch_size
-        return {t: score(run.model, run.objective(t), part, batch_size=size).value for t in tasks}
+        return {t: score(run.model, run.make_objective(t), part, batch_size=size).value for t in tasks}
 
 
 def merge_variants(run: Run, bench: Bench, seed: int) -> Values:
@@ -315,7 +315,7 @@ def measure(run: Run, world: World) -> Values:
             weights.move({task: 1.0})
             one = sample(run, task, "train", world.samples)
             parts = one.index.split(world.at_once)
-            batches = [to_device(one.objective.batch("train", part), run.device) for part in parts]
+            batches = [to_device(one.objective.make_batch("train", part), run.device) for part in parts]
             hessian = Hessian(one.objective.with_head(run.model), batches, causal=one.objective.causal)
             top = top_eigenvalues(hessian, hessian.draw_vector(run.seed), iterations=10, tolerance=0.02)
             tops.append(top.values[0])

@@ -212,7 +212,7 @@ def cross_task_linearity(
     totals = dict.fromkeys(blocks, 0.0)
     for sample in samples:
         for part in sample.index.split(batch_size):
-            batch = to_device(sample.objective.batch(sample.part, part), find_device(model))
+            batch = to_device(sample.objective.make_batch(sample.part, part), find_device(model))
             outputs = []
             for point in points:
                 weights.move(point)

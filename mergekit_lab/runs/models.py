@@ -79,7 +79,7 @@ class Model:
     def load(self, run: Run, task: str) -> nn.Module:
         """The model itself, on the run's device; the run's own one, unless it has a backbone of its own."""
         if self.backbone:
-            return self.backbone.model().to(run.device)
+            return self.backbone.make_model().to(run.device)
         run.model.load_state_dict(dict(self.state(run, task)))
         return run.model
 
@@ -138,7 +138,7 @@ def _evaluate(run: Run, model: Model, task: str, part: Part, workspace: Workspac
     if isinstance(measured, HarnessTask):
         assert isinstance(backbone, LanguageModel)
         answers = score_with_harness(
-            loaded, backbone.tokenizer(), measured, precision=backbone.precision, progress=run.cfg.progress
+            loaded, backbone.load_tokenizer(), measured, precision=backbone.precision, progress=run.cfg.progress
         )
         np.savez(
             workspace.out / SAMPLES_OF_METRICS,
@@ -151,7 +151,9 @@ def _evaluate(run: Run, model: Model, task: str, part: Part, workspace: Workspac
             "samples": answers.count,
             "peak_memory_bytes": read_peak_memory(run.device),
         }
-    objective = model.backbone.objective(measured).to(run.device) if model.backbone else run.objective(task)
+    objective = (
+        model.backbone.make_objective(measured).to(run.device) if model.backbone else run.make_objective(task)
+    )
     if loaded is run.model:
         loaded = run.model_to_score(task)
     scores = score(loaded, objective, part, batch_size=run.cfg.evaluation_batch_size)

@@ -50,7 +50,7 @@ def find_expert(experts: str | Mapping[str, str], backbone: Any, task: Task) -> 
                 f"no expert of {task.name!r} is known on the hub for this backbone: give "
                 f"experts={{{task.name}: SOURCE, …}}"
             )
-        return f"{experts.removeprefix(HUB)}/{backbone.hub_name()}_{expert}"
+        return f"{experts.removeprefix(HUB)}/{backbone.name_on_hub()}_{expert}"
     folder = Path(experts).expanduser()
     if not folder.is_dir():
         raise InputError(f"experts={experts}: there is no such folder; the hub's are hub:ORG")

@@ -199,12 +199,12 @@ class Run:
 
     def describe_backbone(self, backbone: Backbone) -> dict[str, Any]:
         """What decides the weights of a backbone of the run's class, and what it does with them."""
-        return {**backbone.identity(), **code_content(self.plain["backbone"])}
+        return {**backbone.identify(), **code_content(self.plain["backbone"])}
 
     @cached_property
     def base_state(self) -> dict[str, Tensor]:
         """`θ0`, on the CPU."""
-        return {n: t.detach().cpu().clone() for n, t in self.backbone.model().state_dict().items()}
+        return {n: t.detach().cpu().clone() for n, t in self.backbone.make_model().state_dict().items()}
 
     @cached_property
     def model(self) -> nn.Module:
@@ -212,11 +212,11 @@ class Run:
 
         It computes what experts compute: of linearized experts, the expansion around the backbone's weights.
         """
-        return self.parametrization.make_evaluable(self.backbone.model()).to(self.device)
+        return self.parametrization.make_evaluable(self.backbone.make_model()).to(self.device)
 
     def model_to_score(self, task: str) -> nn.Module:
         """The run's model, as scores on a task are computed: compiled, if that is asked for and can be."""
-        objective = self.objective(task)
+        objective = self.make_objective(task)
         if not self.cfg.evaluation_compile or not objective.replays_forward:
             return self.model
         if self._compiled is None:
@@ -229,10 +229,10 @@ class Run:
             self._compiled = compile_model(self.model, use, "evaluation_compile")
         return self._compiled
 
-    def objective(self, task: str) -> Objective:
+    def make_objective(self, task: str) -> Objective:
         """How the backbone learns a task and is scored on it; on the run's device."""
         if task not in self._objectives:
-            self._objectives[task] = self.backbone.objective(self.tasks[task])
+            self._objectives[task] = self.backbone.make_objective(self.tasks[task])
         return self._objectives[task].to(self.device)
 
     def data_content(self, tasks: Sequence[str]) -> dict[str, str]:
@@ -241,7 +241,7 @@ class Run:
 
     def scoring_content(self, task: str) -> dict[str, Any]:
         """What decides a score besides model and data, if there are several ways."""
-        how = self.backbone.scoring(self.tasks[task])
+        how = self.backbone.describe_scoring(self.tasks[task])
         return {"scoring": how} if how else {}
 
     def find(self, node: Node) -> Artifact | None:

@@ -158,5 +158,5 @@ def _add_choices(text: Mapping[str, Any]) -> dict[str, Any]:
     fields = {str(name): value for name, value in text.items() if name != "_target_"}
     if fields.get("choices") is None:
         task = TextFile(**fields)
-        fields["choices"] = sorted({answer for part in PARTS for answer in task.samples(part).answers})
+        fields["choices"] = sorted({answer for part in PARTS for answer in task.load_samples(part).answers})
     return {"_target_": text["_target_"]} | fields

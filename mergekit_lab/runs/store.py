@@ -229,7 +229,7 @@ def _list_companions(cfg: DictConfig, artifact: Artifact, folder: Path) -> list[
 
     backbone = build(cfg.backbone, Backbone)
     try:
-        if backbone.identity().items() <= made_of.items():
+        if backbone.identify().items() <= made_of.items():
             return backbone.write_companions(folder)
     except InputError as error:
         log.warning("%s", error)

@@ -90,7 +90,7 @@ def check_task(task: ImageTask) -> DataCheck:
 
 
 def _check_tensors(task: ImageTask) -> DataCheck:
-    every: dict[str, ImageSamples] = {part: task.samples(part) for part in PARTS}
+    every: dict[str, ImageSamples] = {part: task.load_samples(part) for part in PARTS}
     digests = {part: digest_images(samples.images[:]) for part, samples in every.items()}
     checks = {part: _count(samples.labels.numpy(), None) for part, samples in every.items()}
     return DataCheck(task.name, len(task.classes), checks, _count_shared(digests))
@@ -100,7 +100,7 @@ def _check_files(task: HubImages) -> DataCheck:
     digests: dict[str, list[bytes]] = {}
     names: dict[str, dict[bytes, str]] = {}
     checks: dict[str, PartCheck] = {}
-    labeled = {part: task.labels(part) for part in PARTS}
+    labeled = {part: task.list_labels(part) for part in PARTS}
     pixels = {part: _digest_pixels(rows) for part, rows in task.rows.items()}
     for part, (labels, where, chosen) in labeled.items():
         rows = task.rows[where]

@@ -236,7 +236,7 @@ class HubImages(ImageTask):
         """How many of `total` training images become validation, if the source has no such part."""
         return min(int(self.validation_share * total), self.validation_most)
 
-    def labels(self, part: Part) -> tuple[np.ndarray, str, np.ndarray]:
+    def list_labels(self, part: Part) -> tuple[np.ndarray, str, np.ndarray]:
         """A part's labels, the source's part it is taken from, and its rows there.
 
         Raises:
@@ -291,10 +291,10 @@ class HubImages(ImageTask):
     def _digest(self) -> str:
         return self.digest()
 
-    def samples(self, part: Part) -> ImageSamples:
+    def load_samples(self, part: Part) -> ImageSamples:
         """The part, made once for this task. An equal task reads the files again."""
         if part not in PARTS:
-            return super().samples(part)
+            return super().load_samples(part)
         if part not in self._samples:
             self._samples[part] = self.make(part)
         return self._samples[part]
@@ -304,7 +304,7 @@ class HubImages(ImageTask):
         return {}
 
     def count(self, part: Part) -> int:
-        return len(self.labels(part)[0])
+        return len(self.list_labels(part)[0])
 
     def _digest_part(self, part: Part) -> str:
         where, chosen = self._choose_rows(part)
@@ -324,7 +324,7 @@ class HubImages(ImageTask):
         Raises:
             InputError: an image, which the message names, cannot be decoded; a label exceeds the class names.
         """
-        labels, where, chosen = self.labels(part)
+        labels, where, chosen = self.list_labels(part)
         rows, index = self.rows[where], self._indices[where]
         side = None if part == "train" else SIDE
         sizes = shrink_sizes(index, chosen) if side is None else np.full((len(chosen), 2), side)

@@ -91,8 +91,8 @@ class TextTask(Task):
     def make(self, part: Part) -> TextSamples:
         """Build one part only from the fields: the same fields give the same text."""
 
-    def samples(self, part: Part) -> TextSamples:
-        samples: TextSamples = super().samples(part)
+    def load_samples(self, part: Part) -> TextSamples:
+        samples: TextSamples = super().load_samples(part)
         return samples
 
     def check(self, part: Part, samples: TextSamples) -> None:
@@ -111,14 +111,14 @@ class TextTask(Task):
         """Hash of name, choices and the text of all three parts. Warns of prompts that two parts share."""
         digest = hashlib.sha256(repr((self.name, self.choices)).encode())
         for part in PARTS:
-            samples = self.samples(part)
+            samples = self.load_samples(part)
             digest.update(repr((part, samples.prompts, samples.answers)).encode("utf-8", "surrogatepass"))
         self._tell_of_shared_prompts()
         return digest.hexdigest()
 
     def _tell_of_shared_prompts(self) -> None:
         """A score on samples that were trained on, or chosen by, says little."""
-        prompts = {part: self.samples(part).prompts for part in PARTS}
+        prompts = {part: self.load_samples(part).prompts for part in PARTS}
         for one, other in combinations(PARTS, 2):
             known = set(prompts[one])
             shared = sum(prompt in known for prompt in prompts[other])

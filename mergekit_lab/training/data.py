@@ -134,12 +134,12 @@ class StepBatches:
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Nothing to restore."""
 
-    def batch(self, step: int) -> dict[str, Batch]:
+    def make_batch(self, step: int) -> dict[str, Batch]:
         """The batch of one step, by task, on the CPU."""
         return self._make((step, self.choose(step)))[1]
 
     def _read(self, index: Mapping[str, Tensor]) -> dict[str, Batch]:
-        batch = {task: self.objectives[task].training_batch(at) for task, at in index.items()}
+        batch = {task: self.objectives[task].make_training_batch(at) for task, at in index.items()}
         if not self.few_shapes:
             return batch
         return {task: self.objectives[task].fix_shape(part) for task, part in batch.items()}
@@ -165,7 +165,7 @@ class StepBatches:
             mixed = (self.seed * 1_000_003 + task) * 1_000_003 + turn
             generator = torch.Generator().manual_seed(mixed % (1 << 63))
             order = torch.randperm(self._sizes[name], generator=generator)
-            lengths = self.objectives[name].lengths("train")
+            lengths = self.objectives[name].measure_lengths("train")
             order = order if lengths is None else order_by_length(order, lengths, self.share, generator)
             self._order[task, turn] = order.numpy()
         return self._order[task, turn]

@@ -68,7 +68,7 @@ def hub(tmp_path_factory) -> Path:
         task = build({**node, "class_names": f"{root}/names.txt"}, HubImages)
         assert isinstance(task, HubImages)
         write_repository(task, root / "data" / name, seed, {"train": 20, "test": 4})
-        state = OpenClip(ARCHITECTURE, None, seed=100 + seed).model().state_dict()
+        state = OpenClip(ARCHITECTURE, None, seed=100 + seed).make_model().state_dict()
         renamed = {n: t for n, t in to_transformers(state).items() if not n.startswith("visual_projection")}
         (root / "experts" / name).mkdir(parents=True)
         save_file(renamed, root / "experts" / name / "model.safetensors", {"format": "pt"})

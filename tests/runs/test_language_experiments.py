@@ -182,7 +182,7 @@ def test_a_merged_folder_reloads_with_equal_logits_and_keeps_template_and_genera
     for seed, expert in enumerate(("one", "two")):
         torch.manual_seed(seed + 1)
         (tmp_path / expert).mkdir()
-        moved = {n: t + 0.1 * torch.randn_like(t) for n, t in backbone.model().state_dict().items()}
+        moved = {n: t + 0.1 * torch.randn_like(t) for n, t in backbone.make_model().state_dict().items()}
         write_tensors(tmp_path / expert / "model.safetensors", moved)
     cfg, choices = composed(
         [
@@ -192,7 +192,7 @@ def test_a_merged_folder_reloads_with_equal_logits_and_keeps_template_and_genera
     )
     start(cfg, tmp_path / "run", choices, [])
     states = {n: open_checkpoint(tmp_path / n / "model.safetensors", n) for n in ("one", "two")}
-    wanted = backbone.model()
+    wanted = backbone.make_model()
     first = wanted.state_dict()
     wanted.load_state_dict(
         {
@@ -202,7 +202,7 @@ def test_a_merged_folder_reloads_with_equal_logits_and_keeps_template_and_genera
     )
     loader = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
     loaded = loader.from_pretrained(tmp_path / "out")
-    batch = backbone.objective(Colors()).batch("train", torch.arange(3))
+    batch = backbone.make_objective(Colors()).make_batch("train", torch.arange(3))
     with torch.no_grad():
         assert torch.equal(loaded.eval()(**batch).logits, wanted(**batch).logits)
     assert loaded.generation_config.temperature == 0.7

@@ -84,7 +84,7 @@ def subtract(end: Tensor, start: Tensor) -> Tensor:
 
 def sample(run: Run, task: str, part: Part, samples: int | None) -> Sample:
     """The first `samples` samples of a part of a task, of the run's shuffle."""
-    objective = run.objective(task)
+    objective = run.make_objective(task)
     order = torch.randperm(objective.task.count(part), generator=torch.Generator().manual_seed(run.seed))
     return Sample(objective, part, order[:samples])
 
