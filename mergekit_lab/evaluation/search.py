@@ -224,12 +224,11 @@ def search_cma_es(
         raise InputError("search.method=cma_es finds two weights or more: name more search.layers, or experts")
     normalize(dict.fromkeys(experts, 0.0), experts)
 
-    def measure(point: Sequence[float]) -> dict[str, float]:
+    def measure_once(point: Sequence[float]) -> dict[str, float]:
         score = at(point)
         return {task: score(task, 1.0) for task in experts}
 
-    if log:
-        measure = keep_results(measure, log)
+    measure = keep_results(measure_once, log) if log else measure_once
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = optuna.samplers.CmaEsSampler(seed=seed, popsize=population)
     study = optuna.create_study(direction="maximize", sampler=sampler)

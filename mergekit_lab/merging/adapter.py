@@ -25,7 +25,7 @@ from mergekit_lab.checkpoints import (
     find_conv1d_weights,
     stands_before_layers,
 )
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.merging.average import WeightAverage
 from mergekit_lab.merging.contract import Method
 from mergekit_lab.merging.factorizations import svd
@@ -129,7 +129,7 @@ class AdapterMerge:
         if self.left_out:
             notes.append(
                 f"{len(self.left_out)} tensors are no weights of linear layers and stay the base's: "
-                f"{listing(self.left_out)}"
+                f"{join_names(self.left_out)}"
             )
         return notes
 

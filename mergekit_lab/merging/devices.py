@@ -25,7 +25,7 @@ def parse_devices(device: object, spread: int | None = None) -> list[str]:
         InputError: no name, or no list of them.
     """
     if device == "auto" or (device == "spread" and spread):
-        return list_devices(1 if device == "auto" else spread)
+        return list_devices(spread if device == "spread" and spread else 1)
     if isinstance(device, list | tuple):
         if not device:
             raise InputError("device is an empty list")

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.optim.parameters import Setting
 from mergekit_lab.ranges import FASTEST, require_number
 
@@ -37,9 +37,9 @@ class GroupSettings(Optimizer):
         common = {*self.saved_attributes} - {*self.group_settings} - self.base.defaults.keys()
         for number, group in enumerate(self.param_groups):
             if odd := common & group.keys():
-                name, may = type(self).__name__, listing(self.group_settings) or "none of its own"
+                name, may = type(self).__name__, join_names(self.group_settings) or "none of its own"
                 raise InputError(
-                    f"group {number} of the parameters has {listing(odd)}, which is one for all groups (in "
+                    f"group {number} of the parameters has {join_names(odd)}, which is one for all groups (in "
                     f"{name} a group may have {may}): pass it to {name} itself"
                 )
 

@@ -52,7 +52,7 @@ def test_the_entropy_falls_and_the_model_is_made_of_what_was_learned(finished) -
     experts = {
         r.task: store / "experts" / r.model_key / "model.safetensors" for r in records if r.kind == "expert"
     }
-    base = OpenClip("glyph-clip", "asset:glyph_clip").model().state_dict()
+    base = OpenClip("glyph-clip", "asset:glyph_clip").make_model().state_dict()
     stored = open_checkpoint(store / "merged" / key)
     made = merge_state_dicts(base, experts, AdaMerging(weights=weights))
     assert all(torch.equal(stored[name], value) for name, value in made.items())
@@ -127,7 +127,7 @@ def test_weights_are_searched_on_validation_and_the_model_is_made_of_the_best(
     stored = open_checkpoint(next(place for method, place in merged.items() if "DARE" in method))
     records = read_records(folder / "records.jsonl")
     experts = {r.task: store / "experts" / r.model_key for r in records if r.kind == "expert"}
-    base = OpenClip("glyph-clip", "asset:glyph_clip").model().state_dict()
+    base = OpenClip("glyph-clip", "asset:glyph_clip").make_model().state_dict()
     method = DARE(inner=TaskArithmetic(coefficient=1.0, weights=weights))
     made = merge_state_dicts(base, experts, method)
     assert all(torch.equal(stored[name], value) for name, value in made.items())
