@@ -123,6 +123,20 @@ def test_extract_makes_an_adapter_of_a_task_vector(world, kept, tmp_path) -> Non
     assert all(torch.allclose(again[name], found[name], atol=1e-6) for name in again)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_of_more_than_linear_layers_need_a_rank_and_the_card_says_what_is_lost(tmp_path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    save(llama(), tmp_path / "base")
+    config = LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], init_lora_weights=False)
+    get_peft_model(llama(), config).save_pretrained(tmp_path / "lora")
+    how = (tmp_path / "base", [tmp_path / "lora"], tmp_path / "out", TaskArithmetic())
+    with pytest.raises(InputError, match=r"an expert's adapter is more than LoRA of linear layers \(DoRA, emb"):
+        mergekit_lab.merge(*how, device="cpu", format="adapter")
+    out = mergekit_lab.merge(*how, device="cpu", format="adapter", rank=2)
+    assert "adapter of rank 2, exact in what it holds; relative error" in (out / "README.md").read_text()
+
+
 def test_the_commands_write_adapters(tmp_path) -> None:
     save(llama(), tmp_path / "base")
     save(tuned(llama(), 1), tmp_path / "expert")
