@@ -212,7 +212,7 @@ def list_input_files(prepared: Prepared) -> list[Path]:
 def _check_room(out: Path, needed: int) -> None:
     free = count_free_bytes(out)
     if needed > free:
-        raise InputError(f"out={out} needs {say_bytes(needed)} of disk and {say_bytes(free)} are free")
+        raise InputError(f"out={out} needs {say_bytes(needed)} of disk space, but {say_bytes(free)} are free")
 
 
 def plan_files_beside(prepared: Prepared, format: str) -> dict[str, Path | str]:

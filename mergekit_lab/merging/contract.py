@@ -232,7 +232,7 @@ class Method:
             for expert in by_name:
                 if expert not in experts:
                     raise InputError(
-                        f"weights name {expert!r}, which is no expert{suggestion(expert, experts)}"
+                        f"weights name {expert!r}, which is not an expert{suggestion(expert, experts)}"
                     )
             missing = set(experts) - set(by_name)
             if missing:

@@ -76,7 +76,7 @@ def find_weights_key(backbone: Any) -> str:
     """
     key = next((name for name in _WEIGHTS if name in backbone), None)
     if key is None:
-        raise InputError("base or models is set, and this backbone takes no weights: choose backbone=hf_causal")
+        raise InputError("base or models is set, but this backbone takes no weights: choose backbone=hf_causal")
     return key
 
 
@@ -106,7 +106,7 @@ def _list_harness_tasks(suite: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         of_tasks = value if isinstance(value, Mapping) else dict.fromkeys(names, value)
         for name, own in of_tasks.items():
             if name not in nodes:
-                raise InputError(f"suite.{key} names {name!r}, which is no task{suggestion(name, names)}")
+                raise InputError(f"suite.{key} names {name!r}, which is not a task{suggestion(name, names)}")
             nodes[name][key] = own
     return nodes
 
@@ -121,7 +121,7 @@ def _name_experts(experts: Any, tasks: list[str]) -> dict[str, str]:
     read = read_sources(experts, "experts")
     if isinstance(read, Mapping):
         if odd := [name for name in read if name not in tasks]:
-            raise InputError(f"experts names {odd[0]!r}, which is no task{suggestion(odd[0], tasks)}")
+            raise InputError(f"experts names {odd[0]!r}, which is not a task{suggestion(odd[0], tasks)}")
         return dict(read)
     if len(read) != len(tasks):
         raise InputError(

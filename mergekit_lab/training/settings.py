@@ -110,8 +110,8 @@ class TrainingSettings:
                 raise InputError(f"training.{name} is {getattr(self, name)!r}; it must be true, false or auto")
         if self.precision not in _PRECISIONS:
             raise InputError(
-                f"training.precision is {self.precision!r}; it must be one of {', '.join(_PRECISIONS)}: fp16 "
-                "gradient scaling steps without a closure, which SAM and its kin need"
+                f"training.precision is {self.precision!r}; it must be one of {', '.join(_PRECISIONS)} "
+                "(fp16 is not offered: its gradient scaler steps without the closure that SAM needs)"
             )
         if self.schedule not in SCHEDULES:
             raise InputError(f"training.schedule is {self.schedule!r}{suggestion(self.schedule, SCHEDULES)}")
@@ -142,7 +142,7 @@ class TrainingSettings:
             if value is not None and not 0 < value < math.inf:
                 raise InputError(f"training.{name} is {value}; it must be positive, and finite")
         if self.budget == "seconds" and self.seconds is None:
-            raise InputError("training.budget=seconds needs training.seconds: how many an expert trains")
+            raise InputError("training.budget=seconds needs training.seconds, the time to train one expert")
 
     def resolve_epochs(self, task: str, samples: int) -> TrainingSettings:
         """These settings with epochs as a whole number of steps, at least 1.
@@ -193,7 +193,7 @@ class TrainingSettings:
         steps = int(allowed / evaluations_a_step)
         if steps < 1:
             raise InputError(
-                f"{allowed} gradient evaluations do not allow one step, which takes "
+                f"{allowed} gradient evaluations are too few for one step, which takes "
                 f"{float(evaluations_a_step):g}: raise training.gradient_evaluations"
             )
         return replace(self.with_steps(steps), budget="steps", gradient_evaluations=None)

@@ -38,8 +38,8 @@ class FisherFraction(Sweep):
         super().__post_init__()
         if self.part == "test" and len(self.coefficients) > 1:
             raise InputError(
-                "analysis.coefficients has several, and analysis.part=test: no coefficient may be chosen on "
-                "test; set one coefficient, or part=validation"
+                "analysis.part=test takes one coefficient, because none may be chosen on test data: set one "
+                "in analysis.coefficients, or analysis.part=validation"
             )
         fit = len(self.fractions) > 0 and all(0 < f <= 1 for f in self.fractions)
         require(fit, "analysis.fractions", self.fractions, "shares in (0, 1]")

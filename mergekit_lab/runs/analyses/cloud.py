@@ -49,7 +49,7 @@ class ExpertCloud(Analysis):
 
     def content(self, run: Run) -> dict[str, Any]:
         if len(run.tasks) < 3:
-            raise InputError("a plane through the cloud of experts needs three of them")
+            raise InputError("analysis=cloud needs at least three experts")
         if self.points < 2 or self.margin < 0:
             raise InputError("the plane needs two points an axis or more, and a margin of at least 0")
         return {
