@@ -93,8 +93,8 @@ class LanguageModel(Reading, Backbone):
             )
         if self.answering == "choices" and task.choices is None:
             raise InputError(
-                f"backbone.answering is 'choices', and task {task.name!r} has none: give it choices, or answer "
-                "by generate"
+                f"backbone.answering is 'choices', but task {task.name!r} has none: give it choices, or set "
+                "backbone.answering=generate"
             )
 
     def make_objective(self, task: Task) -> Objective:

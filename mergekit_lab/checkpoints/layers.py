@@ -72,7 +72,7 @@ def arrange_layers(parts: Sequence[LayerRange], label: str) -> Checkpoint:
         count = _find_stack(part.model)[1]
         if not 0 <= part.first < part.stop <= count:
             raise InputError(
-                f"{part.model.label} has {count} layers, and layers {part.first} to {part.stop} are wanted"
+                f"{part.model.label} has {count} layers, but the recipe takes {part.first} to {part.stop}"
             )
     arranged = _ArrangedLayers(parts, label)
     known = _list_shapes(parts[0].model)

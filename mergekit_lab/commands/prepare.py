@@ -266,8 +266,8 @@ def _check_tokenizer(folder: Path | None, base: Checkpoint) -> None:
     tokens = read_tokens(folder) if rows else None
     if rows and tokens and max(tokens.values()) >= rows:
         raise InputError(
-            f"tokenizer_from={folder}: its tokens reach row {max(tokens.values())}, and the result has {rows} "
-            "rows: embeddings=pad makes room for the tokens of models that have them"
+            f"tokenizer_from={folder}: it has tokens up to row {max(tokens.values())}, but the result has "
+            f"{rows} rows: set embeddings=pad, which adds rows"
         )
 
 

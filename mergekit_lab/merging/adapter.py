@@ -78,7 +78,7 @@ class AdapterMerge:
             elif not find_plain_adapters(self.experts):
                 why = "an expert's adapter is more than LoRA of linear layers (DoRA, embeddings, whole tensors)"
             else:
-                why = f"{type(self.method).__name__} is no weighted sum"
+                why = f"{type(self.method).__name__} is not a weighted sum"
             raise InputError(f"format=adapter needs rank=… or energy=… here: {why}, so changes have full rank")
 
     @property
@@ -133,7 +133,7 @@ class AdapterMerge:
         notes = [f"adapter of rank {span}, {how}; relative error of what is added: {self.error:.3g}"]
         if self.left_out:
             notes.append(
-                f"{len(self.left_out)} tensors are no weights of linear layers and stay the base's: "
+                f"{len(self.left_out)} tensors are not weights of linear layers and stay the base's: "
                 f"{join_names(self.left_out)}"
             )
         return notes
@@ -173,7 +173,9 @@ class AdapterMerge:
         else:
             whole = float(change.square().sum())
         if not math.isfinite(whole):
-            raise InputError(f"the merged change of {name} holds NaN or infinite entries: a factor does, too")
+            raise InputError(
+                f"the merged change of {name} holds NaN or infinite entries: check the adapters' factors"
+            )
         self._whole += whole
         rank = change.a.shape[0] if isinstance(change, LowRankChange) else math.inf
         if not isinstance(change, LowRankChange) or self.energy is not None or rank > (self.rank or math.inf):

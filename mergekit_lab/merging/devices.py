@@ -53,5 +53,5 @@ def resolve_device(device: str | torch.device) -> torch.device:
         torch.empty(0, device=resolved)
     except (RuntimeError, NotImplementedError, AssertionError):
         names = ", ".join(["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))])
-        raise InputError(f"device {str(device)!r} is not there: this machine has {names}") from None
+        raise InputError(f"device {str(device)!r} does not exist: this machine has {names}") from None
     return resolved

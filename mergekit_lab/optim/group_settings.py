@@ -39,8 +39,8 @@ class GroupSettings(Optimizer):
             if odd := common & group.keys():
                 name, may = type(self).__name__, join_names(self.group_settings) or "none of its own"
                 raise InputError(
-                    f"group {number} of the parameters has {join_names(odd)}, which is one for all groups (in "
-                    f"{name} a group may have {may}): pass it to {name} itself"
+                    f"parameter group {number} sets {join_names(odd)}, which {name} takes once for all "
+                    f"groups (a group may set {may}): pass it to {name} itself"
                 )
 
     def group_values(self, name: str) -> list[Any]:

@@ -60,7 +60,7 @@ def _learn(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
     """
     strangers = [task for task in run.tasks if not isinstance(run.make_objective(task), ImageObjective)]
     if strangers:
-        raise InputError(f"AdaMerging lowers the entropy over classes, which {strangers[0]} has none of")
+        raise InputError(f"AdaMerging needs image classes, and {strangers[0]} has none: choose another merger")
     assert isinstance(merger.method, AdaMerging)
     assert merger.method.learn is not None
     how = merger.method.learn

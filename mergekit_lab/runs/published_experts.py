@@ -41,7 +41,7 @@ def find_expert(experts: str | Mapping[str, str], backbone: Any, task: Task) -> 
     """
     if isinstance(experts, Mapping):
         if task.name not in experts:
-            raise InputError(f"experts names {join_names(experts)}, and none for the task {task.name!r}")
+            raise InputError(f"experts names {join_names(experts)}, but none for the task {task.name!r}")
         return experts[task.name]
     if experts.startswith(HUB):
         expert = getattr(task, "expert", None)
@@ -53,7 +53,7 @@ def find_expert(experts: str | Mapping[str, str], backbone: Any, task: Task) -> 
         return f"{experts.removeprefix(HUB)}/{backbone.name_on_hub()}_{expert}"
     folder = Path(experts).expanduser()
     if not folder.is_dir():
-        raise InputError(f"experts={experts}: there is no such folder; the hub's are hub:ORG")
+        raise InputError(f"experts={experts}: there is no such folder; for the hub's, write hub:ORG")
     names = [task.name, *([task.expert] if isinstance(task, HubImages) and task.expert else [])]
     inside = locate_experts(folder, backbone)
     plain = folder / inside.relative_to(folder).name.removesuffix("-quickgelu")
@@ -88,7 +88,9 @@ def parse_expert_id(source: str) -> tuple[str, str | None] | None:
         return None
     named = parse_hub_id(source)
     if named is None:
-        raise InputError(f"the expert {source} is neither there nor a hub id (org/name, org/name@revision)")
+        raise InputError(
+            f"the expert {source} is neither a path that exists nor a hub id (org/name, org/name@revision)"
+        )
     return named
 
 

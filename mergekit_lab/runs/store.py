@@ -189,7 +189,7 @@ def _export(store: Store, settings: StoreSettings, cfg: DictConfig) -> None:
     chosen = _select(store, settings) if settings.key else []
     if len(chosen) != 1:
         raise InputError(
-            f"store.key={settings.key} names {len(chosen)} artifacts: one is exported, see store.action=list"
+            f"store.key={settings.key} fits {len(chosen)} artifacts, but one is needed: see store.action=list"
         )
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise InputError(f"{out} is not an empty folder: export into a new one")

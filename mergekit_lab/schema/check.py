@@ -43,7 +43,7 @@ def build(node: Any, kind: Callable[..., T]) -> T:
     """
     made = _instantiate(node, kind)
     if isinstance(made, partial):
-        raise InputError(f"{node['_target_']} says `_partial_`: leave that out")
+        raise InputError(f"remove `_partial_` from the configuration of {node['_target_']}")
     return made
 
 
@@ -51,7 +51,7 @@ def build_partial(node: Any, kind: Callable[..., T]) -> partial[T]:
     """The same for a node that says `_partial_: true`: a call of the result makes a `kind`."""
     made = _instantiate(node, kind)
     if not isinstance(made, partial):
-        raise InputError(f"the configuration of {node['_target_']} must say `_partial_: true`")
+        raise InputError(f"the configuration of {node['_target_']} needs `_partial_: true`")
     return made
 
 

@@ -107,7 +107,7 @@ def check_tasks(run: Run, names: Iterable[str], what: str) -> None:
     """Refuse a name that is no task of the run."""
     for name in names:
         if name not in run.tasks:
-            raise InputError(f"{what} names {name!r}, which is no task{suggest(name, run.tasks)}")
+            raise InputError(f"{what} names {name!r}, which is not a task{suggest(name, run.tasks)}")
 
 
 def choose_pairs(run: Run, pairs: list[list[str]] | None, *, default: int | None) -> list[tuple[str, str]]:
@@ -135,7 +135,7 @@ def make_grid(low: float, high: float, points: int) -> list[float]:
     """
     if points < 2 or not (low < high and math.isfinite(high - low)):
         raise InputError(
-            f"a grid from {low} to {high} with {points} points: it needs low < high, and two or more"
+            f"a grid from {low} to {high} with {points} points: it needs low < high, and two points or more"
         )
     return [low + (high - low) * i / (points - 1) for i in range(points)]
 

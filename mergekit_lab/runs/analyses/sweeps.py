@@ -288,7 +288,7 @@ class CurvatureGain(Analysis):
         label = self.merger or next(iter(known))
         if label not in known:
             near = suggest(label, known)
-            raise InputError(f"analysis.merger is {label!r}, which is no EpiMer of this run{near}")
+            raise InputError(f"analysis.merger is {label!r}, which is not an EpiMer of this run{near}")
         return known[label]
 
     def content(self, run: Run) -> dict[str, Any]:
