@@ -1,8 +1,7 @@
-"""A tenth of the model that ships, for tests that do not ask how good it is. `data/glyph_clip/make.py` made it."""
+"""A tenth of the shipped model, for tests that do not ask how good it is: `data/glyph_clip/make.py` made it."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
@@ -22,16 +21,17 @@ def write_small(folder: Path) -> Path:
     return folder
 
 
-@contextmanager
-def be_small(folder: Path) -> Iterator[None]:
-    """`glyph-clip` has an image tower of 0.1 in place of 1 M parameters, from a folder that `write_small` wrote."""
+def be_small(folder: Path) -> ExitStack:
+    """Until this is closed, `glyph-clip` has an image tower of 0.1 M parameters, which `write_small` wrote."""
     from open_clip import factory
 
     from mergekit_lab.backbones import clip_weights
     from mergekit_lab.backbones.open_clip import make_whole_model
 
     config = json.loads((_SMALL / f"{_NAME}.json").read_text())
+    until = ExitStack()
     make_whole_model.cache_clear()
-    with patch.object(clip_weights, "_ASSETS", folder), patch.dict(factory._MODEL_CONFIGS, {_NAME: config}):
-        yield
-    make_whole_model.cache_clear()
+    until.callback(make_whole_model.cache_clear)
+    until.enter_context(patch.object(clip_weights, "_ASSETS", folder))
+    until.enter_context(patch.dict(factory._MODEL_CONFIGS, {_NAME: config}))
+    return until

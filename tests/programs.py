@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 _SERVER = """
-import atexit, contextlib, gc, json, multiprocessing.util, os, pathlib, runpy, select, signal, socket, sys
+import atexit, gc, json, multiprocessing.util, os, pathlib, runpy, select, signal, socket, sys
 sys.path.insert(0, "")
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 import hydra.main, lightning, open_clip, transformers
@@ -34,8 +34,7 @@ sys.path.insert(0, folder)
 import backbone, composing, pictures
 sys.path.pop(0)
 pictures.leave_undrawn().start()
-small = contextlib.ExitStack()
-small.enter_context(backbone.be_small(backbone.write_small(own)))
+small = backbone.be_small(backbone.write_small(own))
 composing.composed([])
 composing.HydraConfig.instance().cfg = None
 composing.GlobalHydra.instance().clear()
@@ -135,12 +134,17 @@ else:
 """Where the console works, a fork ends without taking its modules down, which costs two seconds."""
 
 
+def find_socket() -> Path:
+    """Where the server of these tests is reached."""
+    name = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    return Path(tempfile.gettempdir(), f"programs-{name}", "socket")
+
+
 def _connect() -> socket.socket:
     """A channel to the server, which the first of the tests' processes starts for all."""
-    name = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    folder = Path(tempfile.gettempdir(), f"programs-{name}")
+    folder = find_socket().parent
     folder.mkdir(exist_ok=True)
-    channel, address = socket.socket(socket.AF_UNIX), str(folder / "socket")
+    channel, address = socket.socket(socket.AF_UNIX), str(find_socket())
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:

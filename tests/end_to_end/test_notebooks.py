@@ -6,7 +6,7 @@ import nbformat
 import pytest
 from programs import start_program
 
-NOTEBOOKS = sorted((Path(__file__).parents[1] / "docs/notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "docs/notebooks").glob("*.ipynb"))
 _SHELL = """
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
