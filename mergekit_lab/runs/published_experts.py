@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from mergekit_lab.checkpoints import (
 )
 from mergekit_lab.errors import InputError, listing
 from mergekit_lab.tasks import HubImages, Task
+from mergekit_lab.tasks.labels import simplify
 
 _SUFFIXES = ("", ".safetensors", ".pt", ".pth", ".bin")
 _FINETUNED = ("nonlinear_finetuned.pt", "finetuned.pt")
@@ -62,9 +62,7 @@ def find_expert(experts: str | Mapping[str, str], backbone: Any, task: Task) -> 
         if path.exists():
             return str(_find_finetuned(path) or path)
     for path in (path for within in folders if within.is_dir() for path in sorted(within.iterdir())):
-        if _simplify(path.name).removesuffix("val") in map(_simplify, names) and (
-            file := _find_finetuned(path)
-        ):
+        if simplify(path.name).removesuffix("val") in map(simplify, names) and (file := _find_finetuned(path)):
             return str(file)
     raise InputError(
         f"{folder} holds no expert of {task.name!r}: expected {folder / names[0]}, a folder or a file"
@@ -73,10 +71,6 @@ def find_expert(experts: str | Mapping[str, str], backbone: Any, task: Task) -> 
 
 def _find_finetuned(folder: Path) -> Path | None:
     return next((folder / name for name in _FINETUNED if (folder / name).is_file()), None)
-
-
-def _simplify(name: str) -> str:
-    return re.sub(r"[\W_]+", "", name.lower())
 
 
 def locate_experts(root: Path, backbone: Any) -> Path:

@@ -179,7 +179,7 @@ def test_an_option_that_the_base_has_too_is_the_base_s() -> None:
 @pytest.mark.parametrize(
     ("make", "group", "message"),
     [
-        (SAM, {"rho": -0.1}, r"rho of group 1=-0\.1 is out of range"),
+        (SAM, {"rho": -0.1}, r"rho of group 1 is -0\.1; it must be"),
         (SAM, {"ascent_fraction": 0.5}, r"group 1 .*ascent_fraction, which is one for all groups .*have rho\)"),
         (partial(SWA, steps=5), {"every": 2}, r"every, which is one for all groups .*none of its own"),
         (MergOPT, {"scale": 0.1}, r"scale, which is one for all groups"),
