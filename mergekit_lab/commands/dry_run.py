@@ -24,10 +24,10 @@ from mergekit_lab.checkpoints import (
     TensorSpec,
     assume_ties,
     check_out,
-    compare_specs,
     describe_inputs,
     describe_model,
     describe_tensors,
+    list_mismatches,
     plan_shards,
     refuse_quantized,
 )
@@ -72,8 +72,9 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format
     merged = _list_merged(prepared, result)
     ties = assume_ties(prepared.base)
     matters = make_filter(prepared.base.specs, ties, merged, prepared.include, prepared.left_out)
-    experts = {name: matters(expert.specs) for name, expert in prepared.experts.items()}
-    result.problems += compare_specs(matters(prepared.base.specs), experts)
+    wanted = matters(prepared.base.specs)
+    for name, expert in prepared.experts.items():
+        result.problems += [f"{name} {fault}" for fault in list_mismatches(wanted, matters(expert.specs))]
     result.problems += _try_check(plan_files_beside, prepared, format)
     result.problems += _try_check(prepared.method.check, tuple(prepared.experts))
     result.problems += _check_sides(prepared, merged)
@@ -144,14 +145,12 @@ def _check_sides(prepared: Prepared, merged: Sequence[str]) -> list[str]:
             continue
         own = {n: base[n] for n in merged if method.name_side(kind, n) == n}
         if own:
-            sides = {
-                f"the {kind} of {n}": {k: s for k, s in c.specs.items() if k in own or k not in base}
-                for n, c in prepared.side[kind].items()
-            }
-            problems += compare_specs(own, sides)
+            for name, side in prepared.side[kind].items():
+                specs = {n: spec for n, spec in side.specs.items() if n in own or n not in base}
+                problems += [f"the {kind} of {name} {fault}" for fault in list_mismatches(own, specs)]
         else:
-            side = tuple(prepared.side[kind].values())
-            problems += _try_check(check_same_names, prepared.base, method, kind, side)
+            sides = tuple(prepared.side[kind].values())
+            problems += _try_check(check_same_names, prepared.base, method, kind, sides)
     return problems
 
 

@@ -17,6 +17,7 @@ from mergekit_lab.checkpoints import (
     TensorSpec,
     align,
     find_conv1d_weights,
+    list_mismatches,
     open_checkpoint,
     refuse_quantized,
 )
@@ -234,27 +235,8 @@ def _check_alike(
     """Names, kinds and shapes must agree; the error names every offender of a checkpoint, and says if only the
     names differ from the base's."""
     for other in others:
-        missing, extra = wanted.keys() - other.specs.keys(), matters(other.specs).keys() - wanted.keys()
-        shared = [name for name in wanted if name in other.specs]
-        shapes = [
-            f"{n} {list(other.specs[n].shape)} where the base has {list(wanted[n].shape)}"
-            for n in shared
-            if other.specs[n].shape != wanted[n].shape
-        ]
-        kinds = [
-            f"{n} {other.specs[n].dtype} where the base has {wanted[n].dtype}"
-            for n in shared
-            if other.specs[n].dtype.is_floating_point != wanted[n].dtype.is_floating_point
-        ]
-        problems = []
-        if missing:
-            problems.append(f"lacks {len(missing)} tensors the base has ({join_names(missing)})")
-        if extra:
-            problems.append(f"has {len(extra)} tensors the base lacks ({join_names(extra)})")
-        if shapes:
-            problems.append(f"has other shapes ({join_names(shapes)})")
-        if kinds:
-            problems.append(f"has other kinds of numbers ({join_names(kinds)})")
+        own = {n: spec for n, spec in other.specs.items() if n in wanted}
+        problems = list_mismatches(wanted, {**own, **matters(other.specs)})
         if problems:
             way_out = "was it saved from another backbone?"
             if base is not None and _list_shapes(align(base, other, read=False)) == _list_shapes(base):
