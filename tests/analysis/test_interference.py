@@ -205,7 +205,7 @@ def test_advice_cites_what_stands_in_its_studies() -> None:
         assert number in alike.evidence
         assert number in row
     study = (folder / "experiments/when_it_helps/README.md").read_text()
-    for number, cited in (("18 of 39", method), ("4.4 ± 1.2", rank), ("6.2 ± 0.1", rank)):
+    for number, cited in (("34 of 57", method), ("4.4 ± 1.2", rank), ("6.2 ± 0.1", rank)):
         assert number in cited.evidence
         assert number in study
     gallery = (folder / "docs/gallery.md").read_text()
