@@ -20,7 +20,7 @@ from typing import Any
 from mergekit_lab.backbones.clip_layouts import is_image_tower
 from mergekit_lab.checkpoints import explain_unreachable, hash_file, open_checkpoint
 from mergekit_lab.checkpoints.plain_files import read_json
-from mergekit_lab.errors import InputError, join_names, suggest
+from mergekit_lab.errors import InputError, join_names, say_error, suggest
 
 PIXELS = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
 """Of OpenAI's training set: what models take if nothing is said of their weights."""
@@ -208,7 +208,7 @@ class ClipWeights:
             try:
                 return Path(download_pretrained(tag))
             except Exception as error:  # the hub's client raises errors of many libraries
-                cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+                cause = say_error(error)
         raise InputError(
             f"cannot get weights {self.name!r} of {self.architecture} from {repository or tag.get('url')}: "
             f"{cause}. They are downloaded once and then cached (HF_HOME): run once with internet access, copy "

@@ -20,10 +20,10 @@ from mergekit_lab.checkpoints.hub import (
 from mergekit_lab.checkpoints.inspection import (
     Report,
     assume_ties,
-    compare_specs,
     describe_inputs,
     describe_model,
     describe_tensors,
+    list_mismatches,
     plan_specs,
 )
 from mergekit_lab.checkpoints.layers import (
@@ -88,7 +88,6 @@ __all__ = [
     "check_push",
     "check_range",
     "compare_configs",
-    "compare_specs",
     "count_layers",
     "count_vocabulary_rows",
     "describe_inputs",
@@ -110,6 +109,7 @@ __all__ = [
     "get_snapshot",
     "hash_file",
     "list_computed_buffers",
+    "list_mismatches",
     "make_folder",
     "measure_files",
     "open_checkpoint",

@@ -20,7 +20,7 @@ from torch import Tensor
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec
 from mergekit_lab.checkpoints.files import is_index, parse_dtype, read_index
 from mergekit_lab.checkpoints.libraries import OPEN_CLIP, find_weights
-from mergekit_lab.errors import InputError
+from mergekit_lab.errors import InputError, say_error
 
 log = logging.getLogger(__name__)
 
@@ -267,7 +267,7 @@ def _explain(name: str, error: Exception) -> str:
     offline = any(
         os.environ.get(key, "") not in {"", "0"} for key in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     )
-    reason = "offline mode is set" if offline else f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    reason = "offline mode is set" if offline else f"{type(error).__name__}: {say_error(error)[:200]}"
     return (
         f"{name} is neither a local path nor in the hub's cache, and the hub cannot be reached ({reason}): "
         f"give a folder, or run `hf download {name.replace('@', ' --revision ')}` where there is a network"

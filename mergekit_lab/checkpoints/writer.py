@@ -14,20 +14,19 @@ from mergekit_lab.checkpoints.checkpoint import TensorSpec
 from mergekit_lab.checkpoints.shards import ShardedWriter
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write one safetensors file by write, fsync and rename.
 
     Args:
         path: the file; its folder must exist.
         tensors: tensors on any device. Names that share memory are written as copies.
-        metadata: strings kept in the file's header.
     """
     stem = f".{uuid.uuid4().hex}.tmp"
     temporary = path.with_name(f"{stem}.safetensors")
     try:
         specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         total = sum(spec.nbytes for spec in specs.values())
-        with ShardedWriter(path.parent, specs, max(total, 1), stem, metadata) as writer:
+        with ShardedWriter(path.parent, specs, max(total, 1), stem) as writer:
             for name, tensor in tensors.items():
                 writer.write(name, tensor)
         temporary.replace(path)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from mergekit_lab.errors import InputError, join_names
+from mergekit_lab.errors import InputError, join_names, say_error
 from mergekit_lab.memory import fit_memory
 from mergekit_lab.tasks import HarnessTask
 
@@ -54,7 +54,7 @@ def load_harness_task(task: HarnessTask) -> None:
     except Exception as error:  # of data sets, hubs and task files, whatever they raise
         raise InputError(
             f"lm-evaluation-harness cannot load {task.name!r} ({type(error).__name__}: "
-            f"{_take_first_line(error)}): its data comes from the hub or its cache, or from where "
+            f"{say_error(error)}): its data comes from the hub or its cache, or from where "
             "the task's file says"
         ) from None
 
@@ -162,7 +162,3 @@ def _silence(progress: bool = False) -> Iterator[None]:
         warnings.simplefilter("ignore")
         with nullcontext() if progress else redirect_stderr(StringIO()):
             yield
-
-
-def _take_first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "")[:200]

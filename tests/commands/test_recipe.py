@@ -265,9 +265,12 @@ TWO = "models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {wei
         (START + TWO + "tokenizer: {source: base, padding: 8}", "key 'padding' of the tokenizer"),
         (
             START + TWO + "tokenizer: {pad_to_multiple_of: -8}",
-            "pad_to_multiple_of is -8; it must be a positive",
+            "pad_to_multiple_of is -8; it must be a whole number",
         ),
-        (START + TWO + "tokenizer: {tokens: [x]}", r"tokens is \['x'\]; it must have tokens for keys"),
+        (
+            START + TWO + "tokenizer: {tokens: [x]}",
+            r"tokens is \['x'\]; it must be a mapping with tokens for keys",
+        ),
         (START + TWO + "tokenizer: {tokens: {x: {force: true}}}", "token 'x' needs a source, and its force"),
         (START + TWO + "tokenizer: {tokens: {x: {source: {kind: mean}}}}", "the kind 'mean' of the token 'x'"),
         (

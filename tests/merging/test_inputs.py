@@ -175,12 +175,12 @@ def test_no_experts_is_an_error() -> None:
 def test_one_state_dict_in_place_of_several_is_an_error() -> None:
     refuse("'w' is a Tensor: pass a mapping from expert name to state dict", experts=state())
     refuse("'w' is a float", experts={"w": 1.0})
-    refuse("must be a mapping from name to checkpoint or a list", experts="experts/svhn")
+    refuse("experts is one path .experts/svhn.: give a list or a mapping", experts="experts/svhn")
 
 
 def test_missing_and_mismatched_side_inputs_are_named() -> None:
     refuse("Fisher needs a fisher checkpoint", method=Fisher())
-    refuse("fisher checkpoints are for", method=Fisher(), fishers={"dtd": state()})
+    refuse("fisher inputs are for", method=Fisher(), fishers={"dtd": state()})
     refuse(
         r"the fisher 'fisher of svhn' lacks 1 tensors the base has \(w\)",
         method=EpiMer(),

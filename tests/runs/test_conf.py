@@ -133,7 +133,7 @@ def test_a_merger_on_the_command_line_replaces_the_experiments_list(tmp_path) ->
         ("backbone=hf_causal", "backbone.source is None; it must be of type str"),
         ("training.clip_norm=nan", "training.clip_norm is nan; it must be finite"),
         ("training.steps=many", "training.steps is 'many'; it must be of type int"),
-        ("training.steps=0", "training.steps is 0; it must be at least 1"),
+        ("training.steps=0", "training.steps is 0; it must be a whole number of at least 1"),
         ("training.precision=16-mixed", "fp16"),
         ("curvature.samples=0", "curvature.samples is 0"),
         ("+finetuning.parametrization=full", "unknown key 'finetuning.parametrization'"),

@@ -165,7 +165,7 @@ def test_a_run_under_a_clock_says_so_and_the_joint_model_has_the_budget_of_all(t
         (["trainer=fsdp", "finetuning=linearized"], "Linearized needs them whole: take trainer=ddp"),
         (["trainer=fsdp", "finetuning=lora"], "LoRA needs them whole"),
         (["trainer=fsdp", "+optimizer@optimizer_of.digits=rwp"], "RWP needs them whole"),
-        (["training.accumulate=0"], r"training\.accumulate is 0; it must be at least 1"),
+        (["training.accumulate=0"], r"training\.accumulate is 0; it must be a whole number of at least 1"),
         (["training.accumulate=17"], r"at most training\.batch_size = 16"),
         (["optimizer=mergopt", "optimizer.scale=fit", "finetuning=lora"], "trains factors"),
         (["optimizer=mergopt", "optimizer.scale=fit", "optimizer.loc=1e-3"], "set loc=0"),
