@@ -126,7 +126,7 @@ def _measure_content(run: Run, task: str) -> dict[str, Any]:
     """What decides a score, beside the model and the part."""
     measured = run.tasks[task]
     if isinstance(measured, HarnessTask):
-        return {"harness": measured.content()} | run.scoring_content(task)
+        return {"harness": measured.describe_content()} | run.scoring_content(task)
     return {"data": measured.fingerprint(), "metric": measured.metric} | run.scoring_content(task)
 
 

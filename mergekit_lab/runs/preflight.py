@@ -88,7 +88,7 @@ def list_missing(cfg: DictConfig) -> tuple[list[str], list[str]]:
 
 
 def _check_data(task: HubImages) -> str | None:
-    return task.describe_source() if task.folder() is None else None
+    return task.describe_source() if task.find_folder() is None else None
 
 
 def _check_expert(experts: Any, backbone: Any, task: HubImages) -> str | None:
