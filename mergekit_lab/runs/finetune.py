@@ -139,7 +139,7 @@ def _training_content(run: Run, settings: TrainingSettings, optimizer: Mapping[s
         "backbone": run.base_content,
         "finetuning": run.plain["finetuning"],
         "optimizer": optimizer,
-        "training": settings.content(),
+        "training": settings.describe_content(),
         "seed": run.seed,
     }
     if run.processes > 1 and any(optimizer.get(name) is value for name, value in _OF_PROCESSES.items()):
