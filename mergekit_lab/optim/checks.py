@@ -48,7 +48,7 @@ def require_flag(name: str, value: Any) -> None:
         raise InputError(f"{name}={value!r} is a {type(value).__name__}; it must be true or false")
 
 
-def gradient_evaluations(optimizer: Any) -> Fraction:
+def count_gradient_evaluations(optimizer: Any) -> Fraction:
     """Gradients of a whole batch that a step of any torch optimizer costs. It is 1, unless the optimizer says
     otherwise.
 

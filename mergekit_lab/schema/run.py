@@ -20,7 +20,7 @@ from mergekit_lab.backbones import Backbone, Linearized, LoRA, Parametrization
 from mergekit_lab.errors import InputError
 from mergekit_lab.evaluation.search import import_optuna
 from mergekit_lab.merging import Method
-from mergekit_lab.optim import gradient_evaluations
+from mergekit_lab.optim import count_gradient_evaluations
 from mergekit_lab.optim.offset import OffsetOptimizer
 from mergekit_lab.ranges import FASTEST
 from mergekit_lab.reporting import Tracker
@@ -348,7 +348,7 @@ def count_evaluations_a_step(node: DictConfig) -> Fraction:
     It is built for that, so that its complaints come before any training.
     """
     try:
-        return gradient_evaluations(_build_alone(node))
+        return count_gradient_evaluations(_build_alone(node))
     except (ValueError, TypeError) as error:
         raise InputError(f"the optimizer cannot be built: {str(error).splitlines()[0]}") from None
 
