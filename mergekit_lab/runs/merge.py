@@ -137,7 +137,7 @@ def _write_task_factors(run: Run, method: Method, folder: Path) -> None:
             writer.write(name, tensor)
     ties = base.find_ties()
     record = LowRankRecord(list(experts), method.scale, None, ties, fingerprint(base, "the base"))
-    write_files(record.files(), folder)
+    write_files(record.make_files(), folder)
 
 
 def _merge(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
