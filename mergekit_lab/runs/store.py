@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from mergekit_lab.errors import InputError
 from mergekit_lab.machine import format_size
 from mergekit_lab.paths import find_default_store
-from mergekit_lab.reporting import printable
+from mergekit_lab.reporting import strip_controls
 from mergekit_lab.schema.check import build, check_group
 from mergekit_lab.schema.store import StoreSettings
 from mergekit_lab.store import Artifact, Store
@@ -95,7 +95,7 @@ def _list(store: Store, settings: StoreSettings) -> None:
         if settings.kind or settings.key:
             for artifact in members:
                 columns = (artifact.key, artifact.created, format_size(size(artifact)), _describe(artifact))
-                log.info("  %s", printable("  ".join(columns)))
+                log.info("  %s", strip_controls("  ".join(columns)))
     if not by_kind:
         log.info("nothing")
 
