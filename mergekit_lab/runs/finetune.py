@@ -244,7 +244,7 @@ def _make_fit(run: Run, pilots: Sequence[Node]) -> Mapping[str, Any]:
     with run.work_on(run.experts):
         run.spread(train_pilots, pilots)
         train_pilots(run)
-    files = [(node.unit or "", run.need(node).file(MODEL)) for node in pilots]
+    files = [(node.unit or "", run.need(node).find_file(MODEL)) for node in pilots]
     vectors = [_TaskVector(open_checkpoint(file, task), run.base_state) for task, file in files]
     changed = [name for name in run.base_state if any(bool(vector[name].any()) for vector in vectors)]
     for vector in vectors:

@@ -55,7 +55,7 @@ def coefficients_node(run: Run, label: str) -> Node:
 
 def load_learned_method(run: Run, label: str) -> AdaMerging:
     """The method with the coefficients that were learned."""
-    return AdaMerging(weights=json.loads(run.need(coefficients_node(run, label)).file(_FILE).read_text()))
+    return AdaMerging(weights=json.loads(run.need(coefficients_node(run, label)).find_file(_FILE).read_text()))
 
 
 def _learn(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
@@ -70,7 +70,7 @@ def _learn(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
     assert isinstance(merger.method, AdaMerging)
     assert merger.method.learn is not None
     how = merger.method.learn
-    experts = {task: run.need(expert_node(run, task)).file(MODEL) for task in run.tasks}
+    experts = {task: run.need(expert_node(run, task)).find_file(MODEL) for task in run.tasks}
     wholes = {task: run.make_objective(task).with_head(run.model) for task in run.tasks}
     inside = {task: find_prefix(whole, run.model) for task, whole in wholes.items()}
 

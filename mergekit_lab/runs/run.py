@@ -417,5 +417,5 @@ def _work_in_process(
 
 def load_state(artifact: Artifact, name: str = MODEL) -> dict[str, Tensor]:
     """All tensors of an artifact's file."""
-    checkpoint = open_checkpoint(artifact.file(name), f"{artifact.kind} {artifact.key}")
+    checkpoint = open_checkpoint(artifact.find_file(name), f"{artifact.kind} {artifact.key}")
     return {tensor: checkpoint[tensor] for tensor in checkpoint}

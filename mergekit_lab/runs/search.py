@@ -119,7 +119,9 @@ def _evolve(run: Run, merger: Merger, experts: Mapping[str, float], workspace: W
     """Candidates of weights by expert and pattern of layers. Base and experts are on the device once."""
     how = run.search
     base = _move(run.base_state, run.device)
-    models = {t: _move(open_checkpoint(run.need(expert_node(run, t)).file(MODEL)), run.device) for t in experts}
+    models = {
+        t: _move(open_checkpoint(run.need(expert_node(run, t)).find_file(MODEL)), run.device) for t in experts
+    }
     names = [name for name, tensor in base.items() if tensor.is_floating_point()]
     patterns = list(how.layers or ())
     if any(not any(fnmatchcase(name, pattern) for pattern in patterns) for name in names):

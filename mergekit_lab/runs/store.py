@@ -27,8 +27,8 @@ from mergekit_lab.store.upkeep import (
     find_nearest,
     find_unreadable,
     is_older,
+    measure_size,
     remove,
-    size,
 )
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def run_store(cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None
 
 def _select(store: Store, settings: StoreSettings, others: Sequence[Artifact] = ()) -> list[Artifact]:
     """What `store.kind`, `store.key` and `store.older_than` leave of what is published, and of others."""
-    artifacts = [a for a in (*store.artifacts(), *others) if settings.kind in (None, a.kind)]
+    artifacts = [a for a in (*store.list_artifacts(), *others) if settings.kind in (None, a.kind)]
     if settings.key is not None:
         artifacts = [a for a in artifacts if a.key.startswith(settings.key)]
         if not artifacts:
@@ -91,10 +91,15 @@ def _list(store: Store, settings: StoreSettings) -> None:
         by_kind[f"{artifact.kind}{', half made' if artifact in cut else ''}"].append(artifact)
     log.info("store %s", store.root)
     for kind, members in by_kind.items():
-        log.info("%s: %d, %s", kind, len(members), format_size(sum(map(size, members))))
+        log.info("%s: %d, %s", kind, len(members), format_size(sum(map(measure_size, members))))
         if settings.kind or settings.key:
             for artifact in members:
-                columns = (artifact.key, artifact.created, format_size(size(artifact)), _describe(artifact))
+                columns = (
+                    artifact.key,
+                    artifact.created,
+                    format_size(measure_size(artifact)),
+                    _describe(artifact),
+                )
                 log.info("  %s", strip_controls("  ".join(columns)))
     if not by_kind:
         log.info("nothing")
@@ -163,7 +168,7 @@ def _prune(run: Run, settings: StoreSettings) -> None:
     ]
     if settings.which == "others" and settings.kind is None:
         chosen = [artifact for artifact in chosen if artifact.kind not in _OF_DATA]
-    freed = format_size(sum(map(size, chosen)))
+    freed = format_size(sum(map(measure_size, chosen)))
     if not settings.confirm or run.cfg.dry_run:
         for artifact in chosen:
             log.info("%s %s  %s", artifact.kind, artifact.key, _describe(artifact) or "half made")
@@ -195,7 +200,7 @@ def _export(store: Store, settings: StoreSettings, cfg: DictConfig) -> None:
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise InputError(f"{out} is not an empty folder: export into a new one")
     artifact = chosen[0]
-    files = {name: artifact.file(name) for name in artifact.files} | {MANIFEST: artifact.folder / MANIFEST}
+    files = {name: artifact.find_file(name) for name in artifact.files} | {MANIFEST: artifact.folder / MANIFEST}
     with make_folder(out, planned={name: file.stat().st_size for name, file in files.items()}) as folder:
         companions = _list_companions(cfg, artifact, folder)
         for name, file in files.items():
@@ -213,7 +218,7 @@ def _read_results(store: Store, artifact: Artifact) -> dict[str, float]:
     """What the store's evaluations of a model on test parts say: values by `task/metric`."""
     return {
         f"{each.content['task']}/{metric}": value
-        for each in store.artifacts()
+        for each in store.list_artifacts()
         if each.kind == "evaluations"
         and each.content.get("model") == artifact.key
         and each.content.get("part") == "test"
