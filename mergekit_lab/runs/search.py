@@ -65,11 +65,11 @@ def check_patterns(run: Run) -> None:
 
 def _search_content(run: Run, merger: Merger) -> dict[str, Any]:
     tasks = run.experts
-    variants = run.search.variants(merger.content)
+    variants = run.search.list_variants(merger.content)
     fields = {"fields": variants} if variants != [{}] else {}
     scoring = {task: how for task in tasks if (how := run.scoring_content(task))}
     content = merge_content(run, merger) | {"data": run.data_content(tasks)}
-    return content | run.search.content() | fields | scoring
+    return content | run.search.describe_content() | fields | scoring
 
 
 def read_fields(run: Run, merger: Merger) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _search(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]
         for task in run.experts
     }
     curve: list[Candidate] = _evolve(run, merger, experts, workspace) if run.search.method == "cma_es" else []
-    for fields in () if curve else run.search.variants(merger.content):
+    for fields in () if curve else run.search.list_variants(merger.content):
         score_at = _make_scorer(run, merge_experts(run, merger.with_fields(fields).at(1.0)))
         reached = choose_best(curve).normalized if curve else -math.inf
         title = " ".join([f"coefficient of {merger.label}", *(f"{n}={v}" for n, v in fields.items())])

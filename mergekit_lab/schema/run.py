@@ -133,7 +133,7 @@ class Search:
         """Whether anything is searched."""
         return self.method == "cma_es" or bool(self.coefficients)
 
-    def content(self) -> dict[str, Any]:
+    def describe_content(self) -> dict[str, Any]:
         """The part that decides a choice, for the keys of results."""
         if self.method == "cma_es":
             return {"search": self.method, **{name: getattr(self, name) for name in _OF_CMA_ES}}
@@ -144,7 +144,7 @@ class Search:
             content["patience"] = self.patience
         return content
 
-    def variants(self, method: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def list_variants(self, method: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Every combination of the searched values of fields that a method has; `[{}]` for none."""
         searched = {name: values for name, values in (self.fields or {}).items() if name in method}
         return [dict(zip(searched, values, strict=True)) for values in product(*searched.values())]
