@@ -74,7 +74,8 @@ def chart_bars(table: Table, group: tuple[str, ...], title: str, error_bars: str
             "transform": [{"filter": "datum.high > datum.low"}],
             "encoding": {
                 "x": {"field": "low", "type": "quantitative", "title": unit}, "x2": {"field": "high"}, "y": y,
-                "yOffset": offset, "tooltip": _encode_tooltip(model="model", measure="measure", low="from", high="to"),
+                "yOffset": offset,
+                "tooltip": _encode_tooltip(model="model", measure="measure", low="from", high="to"),
             },
         },
         {

@@ -113,7 +113,7 @@ def compare(
 
 
 def write_cross_table(folder: Path, records: Iterable[Record], table: str, measure: str) -> CrossTable:
-    """`table.md`, `table.csv` and `table.tex` in the folder; see `cross_tabulate`."""
+    """`table.md`, `table.csv` and `table.tex` in the folder; see `tabulate_across`."""
     crossed = tabulate_across(records, table, measure)
     for kind, write in (("md", to_markdown), ("csv", to_csv), ("tex", to_latex)):
         write_text(folder / f"table.{kind}", write(crossed))
