@@ -49,7 +49,7 @@ def advise(measured: Interference) -> list[Advice]:
     return [
         *unmoved,
         _advise_method(measured),
-        _rank(measured),
+        _advise_on_rank(measured),
         *_advise_scales(measured),
         *_advise_norms(measured),
         *_advise_pairs(measured),
@@ -102,7 +102,7 @@ def _advise_method(measured: Interference) -> Advice:
     )
 
 
-def _rank(measured: Interference) -> Advice:
+def _advise_on_rank(measured: Interference) -> Advice:
     spectra = [layer.spectra for layer in measured.layers if layer.spectra]
     if not spectra:
         return Advice("no rank to choose", "there are no matrices among the tensors", "none needed")

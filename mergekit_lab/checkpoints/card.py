@@ -110,12 +110,12 @@ class Card:
     command: str = ""
     equivalent: str = ""
 
-    def files(self) -> dict[str, Path | str]:
+    def make_files(self) -> dict[str, Path | str]:
         """`README.md` and `mergekit_lab.json`, to be written."""
         record = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {"README.md": self.text(), RECORD: json.dumps(record, indent=1, default=str) + "\n"}
+        return {"README.md": self.format_text(), RECORD: json.dumps(record, indent=1, default=str) + "\n"}
 
-    def text(self) -> str:
+    def format_text(self) -> str:
         """The README of the merged folder, with the metadata that the hub reads."""
         head = ["---", *(f"{name}: {json.dumps(value)}" for name, value in self.hub.items())]
         if self.hub_ids:

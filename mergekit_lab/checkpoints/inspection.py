@@ -42,13 +42,13 @@ class Report:
     def works(self) -> bool:
         return not self.problems
 
-    def text(self) -> str:
+    def format_text(self) -> str:
         """The report with problems and verdict, for a terminal."""
         end = [f"PROBLEM: {problem}" for problem in self.problems]
         end += ["The merge would not work." if end else "The merge would work."]
         return "\n".join([*self.lines, *end])
 
-    def section(self, title: str, lines: Iterable[str]) -> None:
+    def add_section(self, title: str, lines: Iterable[str]) -> None:
         """Add a title and the lines below it."""
         self.lines += [title, *(f"  {line}" for line in lines)]
 

@@ -115,8 +115,8 @@ def _write_model(
                 for name in written:
                     bar.advance(task, work[name])
         if format != "dense":
-            beside |= _make_low_rank_record(prepared).files()
-        beside |= _make_card(prepared, out.name, format, account=_summarize_notes(notes), **told).files()
+            beside |= _make_low_rank_record(prepared).make_files()
+        beside |= _make_card(prepared, out.name, format, account=_summarize_notes(notes), **told).make_files()
         planned |= write_files(beside, folder)
 
 
@@ -143,7 +143,7 @@ def _write_adapter(
             transposed=merge.transposed, dtype=kind,
         )  # fmt: skip
         account = [*merge.describe(), *_summarize_notes(notes)]
-        beside |= _make_card(prepared, out.name, "adapter", account=account, **told).files()
+        beside |= _make_card(prepared, out.name, "adapter", account=account, **told).make_files()
         planned |= write_files(beside, folder)
 
 

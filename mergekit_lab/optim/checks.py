@@ -6,7 +6,7 @@ from typing import Any
 from mergekit_lab.errors import InputError
 
 
-def gradient_evaluations(optimizer: Any) -> Fraction:
+def count_gradient_evaluations(optimizer: Any) -> Fraction:
     """Gradients of a whole batch that a step of any torch optimizer costs. It is 1, unless the optimizer says
     otherwise.
 
