@@ -25,7 +25,7 @@ from mergekit_lab.checkpoints import (
     find_conv1d_weights,
     stands_before_layers,
 )
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.merging.average import WeightAverage
 from mergekit_lab.merging.contract import Method
 from mergekit_lab.merging.factorizations import svd
@@ -78,7 +78,7 @@ class AdapterMerge:
             elif not find_plain_adapters(self.experts):
                 why = "an expert's adapter is more than LoRA of linear layers (DoRA, embeddings, whole tensors)"
             else:
-                why = f"{type(self.method).__name__} is no weighted sum"
+                why = f"{type(self.method).__name__} is not a weighted sum"
             raise InputError(f"format=adapter needs rank=… or energy=… here: {why}, so changes have full rank")
 
     @property
@@ -133,8 +133,8 @@ class AdapterMerge:
         notes = [f"adapter of rank {span}, {how}; relative error of what is added: {self.error:.3g}"]
         if self.left_out:
             notes.append(
-                f"{len(self.left_out)} tensors are no weights of linear layers and stay the base's: "
-                f"{listing(self.left_out)}"
+                f"{len(self.left_out)} tensors are not weights of linear layers and stay the base's: "
+                f"{join_names(self.left_out)}"
             )
         return notes
 
@@ -173,7 +173,9 @@ class AdapterMerge:
         else:
             whole = float(change.square().sum())
         if not math.isfinite(whole):
-            raise InputError(f"the merged change of {name} holds NaN or infinite entries: a factor does, too")
+            raise InputError(
+                f"the merged change of {name} holds NaN or infinite entries: check the adapters' factors"
+            )
         self._whole += whole
         rank = change.a.shape[0] if isinstance(change, LowRankChange) else math.inf
         if not isinstance(change, LowRankChange) or self.energy is not None or rank > (self.rank or math.inf):
