@@ -148,11 +148,10 @@ def _write_adapter(
 
 
 def _name_base(prepared: Prepared) -> str:
-    """What an adapter calls its base: what all experts' adapters do, or the base's id on the hub."""
+    """What an adapter calls its base: the hub id of all experts' adapters, or the base's; no local path."""
     names = {folded.info.base_name for e in prepared.experts.values() if (folded := find_adapter(e))}
-    if len(names) == 1:
-        return names.pop()
-    return prepared.base_source.split("@")[0] if parse_hub_id(prepared.base_source) else ""
+    name = names.pop() if len(names) == 1 else prepared.base_source
+    return name.split("@")[0] if parse_hub_id(name) else ""
 
 
 def _collect_arguments(prepared: Prepared) -> dict[str, Any]:
