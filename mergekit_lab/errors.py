@@ -9,14 +9,14 @@ class InputError(ValueError):
     """An input is wrong. The message names the thing, the rule and the way out."""
 
 
-def listing(names: Iterable[str], limit: int = 8) -> str:
+def join_names(names: Iterable[str], limit: int = 8) -> str:
     """`a, b, c and 12 more`: the first `limit` names, sorted, and how many are left."""
     ordered = sorted(names)
     shown = ", ".join(ordered[:limit])
     return shown if len(ordered) <= limit else f"{shown} and {len(ordered) - limit} more"
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'density'?` where a known name is near, else `; known: …`, the nearest of them first."""
     options = sorted(known)
     if near := get_close_matches(name, options, n=1):
@@ -32,6 +32,16 @@ def say_bytes(size: float) -> str:
         if size >= 0.1 * unit:
             return f"{size / unit:.2f} {name}" if size < unit else f"{size / unit:.1f} {name}"
     return f"{size:.0f} bytes"
+
+
+def say_duration(seconds: float) -> str:
+    """ "0.4 s", "12 s", "3 min 05 s", "2 h 07 min"."""
+    if seconds < 59.5:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def abbreviate(value: object) -> str:

@@ -124,7 +124,7 @@ class Encoding:
             InputError: a prompt has no tokens, there is no room for prompts, or rows are longer than the model
                 accepts.
         """
-        samples, most = task.samples(part), self.reading.max_length // 2
+        samples, most = task.load_samples(part), self.reading.max_length // 2
         whole = self.encode_answers(samples.answers)
         answers = [a[:most] for a in whole]
         shown, head, tail = self._show(samples.prompts)

@@ -10,7 +10,7 @@ from typing import Any
 import regex
 
 from mergekit_lab.checkpoints.plain_files import read_json
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 
 ADAPTER_CONFIG = "adapter_config.json"
 _READ = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"} | {
@@ -52,7 +52,7 @@ def read_adapter_config(folder: Path, label: str) -> dict[str, Any]:
     unknown = [key for key, value in config.items() if key not in _READ | _NO_EFFECT and value]
     if unknown:
         raise InputError(
-            f"{label}: the adapter uses {listing(unknown)}, which cannot be folded: merge it with peft "
+            f"{label}: the adapter uses {join_names(unknown)}, which cannot be folded: merge it with peft "
             "(`merge_and_unload`) and give the saved model"
         )
     return config

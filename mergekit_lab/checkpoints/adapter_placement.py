@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from mergekit_lab.checkpoints.align import cut_at_dots
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec
 from mergekit_lab.checkpoints.in_memory import (
     Architecture,
@@ -24,7 +25,7 @@ from mergekit_lab.checkpoints.in_memory import (
     find_architecture,
 )
 from mergekit_lab.checkpoints.tied_weights import can_be_vocabulary, is_tying_embeddings, read_config
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 
 
 class Wanted(NamedTuple):
@@ -164,7 +165,7 @@ def _by_prefix(
         if told is None:
             shown = [add or drop for drop, add in best]
             raise InputError(
-                f"{label}: the adapter's names fit the base under several prefixes ({listing(shown)}), and "
+                f"{label}: the adapter's names fit the base under several prefixes ({join_names(shown)}), and "
                 "nothing tells which part it was trained on: set "
                 '{"auto_mapping": {"base_model_class": "…"}} in its adapter_config.json to the class of the '
                 "model that it was trained on, or put the prefix before its names"
@@ -182,18 +183,8 @@ def _without(wanted: Mapping[str, Wanted], drop: str) -> dict[str, Wanted]:
 def _list_prefixes(base: Checkpoint, wanted: Iterable[Wanted]) -> list[tuple[str, str]]:
     """What may be left out before names, or put there: all that makes some of them the base's."""
     names = {name for want in wanted for name in want.names}
-    added = set()
-    for name in base:
-        parts = name.split(".")
-        for cut in range(1, len(parts)):
-            if ".".join(parts[cut:]) in names:
-                added.add(".".join(parts[:cut]) + ".")
-    dropped = set()
-    for name in names:
-        parts = name.split(".")
-        for cut in range(1, len(parts)):
-            if ".".join(parts[cut:]) in base:
-                dropped.add(".".join(parts[:cut]) + ".")
+    added = {head for name in base for head, rest in cut_at_dots(name) if rest in names}
+    dropped = {head for name in names for head, rest in cut_at_dots(name) if rest in base}
     return [*(("", add) for add in sorted(added)), *((drop, "") for drop in sorted(dropped))]
 
 

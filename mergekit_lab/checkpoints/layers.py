@@ -7,14 +7,14 @@ many layers there are, and what it lists layer by layer follows them.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, Computed, TensorSpec
 from mergekit_lab.checkpoints.tied_weights import read_config
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 
 _LAYER = re.compile(r"\.(\d+)\.")
 _BEFORE = re.compile(r"embed(?!_out)|(^|\.)(wte|wpe|shared)\.")
@@ -48,6 +48,14 @@ def split_layer(name: str) -> LayerName | None:
     return match and LayerName(name[: match.start()], int(match[1]), name[match.end() :])
 
 
+def count_layers(names: Iterable[str]) -> dict[str, int]:
+    """How many layers each stack has that these tensors belong to."""
+    counts: dict[str, int] = {}
+    for parsed in filter(None, map(split_layer, names)):
+        counts[parsed.stack] = max(counts.get(parsed.stack, 0), parsed.layer + 1)
+    return counts
+
+
 def stands_before_layers(name: str) -> bool:
     """Whether a tensor that belongs to no layer is used before them, as an embedding is."""
     return bool(_BEFORE.search(name))
@@ -61,7 +69,7 @@ def arrange_layers(parts: Sequence[LayerRange], label: str) -> Checkpoint:
             not fit each other; a configuration that does not say how many layers there are.
     """
     for part in parts:
-        count = _count_layers(part.model)[1]
+        count = _find_stack(part.model)[1]
         if not 0 <= part.first < part.stop <= count:
             raise InputError(
                 f"{part.model.label} has {count} layers, but the recipe takes {part.first} to {part.stop}"
@@ -77,7 +85,7 @@ def arrange_layers(parts: Sequence[LayerRange], label: str) -> Checkpoint:
         if odd:
             raise InputError(
                 f"{part.model.label}: its layers do not fit those of {parts[0].model.label}: other shapes "
-                f"({listing(odd)})"
+                f"({join_names(odd)})"
             )
     return arranged
 
@@ -85,7 +93,7 @@ def arrange_layers(parts: Sequence[LayerRange], label: str) -> Checkpoint:
 class _ArrangedLayers(Computed):
     def __init__(self, parts: Sequence[LayerRange], label: str) -> None:
         first, last = parts[0].model, parts[-1].model
-        stack = _count_layers(first)[0]
+        stack = _find_stack(first)[0]
         tied = first.find_ties()
         before: list[str] = []
         after: list[str] = []
@@ -124,15 +132,11 @@ class _ArrangedLayers(Computed):
         return self._tied
 
 
-def _count_layers(model: Checkpoint) -> tuple[str, int]:
+def _find_stack(model: Checkpoint) -> tuple[str, int]:
     """What the layers' names begin with, and how many there are."""
-    counts: dict[str, int] = {}
-    for name in model:
-        parsed = split_layer(name)
-        if parsed:
-            counts[parsed.stack] = max(counts.get(parsed.stack, 0), parsed.layer + 1)
+    counts = count_layers(model)
     if len(counts) != 1:
-        stacks = f"several stacks of layers ({listing(counts)})" if counts else "no layers"
+        stacks = f"several stacks of layers ({join_names(counts)})" if counts else "no layers"
         raise InputError(f"{model.label} has {stacks}: slices need a model with one")
     return next(iter(counts.items()))
 
@@ -149,14 +153,14 @@ def _list_shapes(model: Checkpoint) -> dict[str, set[tuple[int, ...]]]:
 def _rewrite(parts: Sequence[LayerRange], layers: int) -> dict[str, Any]:
     """Keys of the first part's configuration with other values for these layers."""
     config = _read_layers(parts[0].model)
-    count = _count_layers(parts[0].model)[1]
+    count = _find_stack(parts[0].model)[1]
     if not config:
         return {}
     keys = [key for key in _COUNTS if config.get(key) == count]
     if not keys:
         raise InputError(
             f"{parts[0].model.label}: no key of its config.json says that it has {count} layers "
-            f"({listing(_COUNTS)}), so the new number, {layers}, cannot be written"
+            f"({join_names(_COUNTS)}), so the new number, {layers}, cannot be written"
         )
     changed: dict[str, Any] = dict.fromkeys(keys, layers)
     for key in _BY_LAYER:

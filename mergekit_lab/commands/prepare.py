@@ -39,18 +39,16 @@ from mergekit_lab.checkpoints.model_files import find_tokenizer_files
 from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.commands.prepared import Adapter, Arranged, Prepared
 from mergekit_lab.commands.sources import name_sources, refuse_absent, shorten_path
-from mergekit_lab.errors import InputError, listing, suggestion
-from mergekit_lab.machine import list_devices
+from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.merging import Method, resolve_device
-from mergekit_lab.merging.devices import parse_devices
+from mergekit_lab.merging.devices import Devices, parse_devices
 from mergekit_lab.merging.inputs import RUNNING_STATISTICS, Source, Sources, is_selected
-from mergekit_lab.ranges import require_choice
+from mergekit_lab.ranges import require, require_choice
 
 _FACTOR = re.compile(
     r"(^|[._])(lora_?(a|b|down|up|embedding_a|embedding_b)|lora\.(down|up)|hada_|lokr_)", re.IGNORECASE
 )
 """In names of adapters, of peft, diffusers and kohya-ss."""
-Devices = str | int | Sequence[str | int]
 
 
 def prepare(
@@ -79,12 +77,12 @@ def prepare(
         read: compare the values of names that look tied; False reads headers only, and keeps what is wrong with
             the vocabularies for the report.
     """
-    if isinstance(method, type) or not (isinstance(method, Method) or callable(method)):
-        raise InputError(f"method is {method!r}; it must be an instance of a merging method, as TIES()")
+    right = isinstance(method, Method) or (callable(method) and not isinstance(method, type))
+    require(right, "method", method, "an instance of a merging method, as TIES()")
     named = name_sources(experts, "experts")
     if not named:
         raise InputError("there is nothing to merge: give experts=[…]")
-    dtype, devices = read_dtype(dtype), read_devices(device)
+    dtype, devices = read_dtype(dtype), parse_devices(device)
     if read:  # the hub may be slow: what can be judged before it is asked is judged now
         for each in devices:
             resolve_device(each)
@@ -216,7 +214,7 @@ def _describe_folder(base: Checkpoint) -> list[str]:
         notes.append(f"the base is the model for {library.name}; {other.name} next to it was not read")
     parts = find_parts_with_weights(base.folder) if library is TRANSFORMERS and base.folder else []
     if parts:
-        notes.append(f"{listing(parts)}: weights of sentence-transformers outside the model are the base's")
+        notes.append(f"{join_names(parts)}: weights of sentence-transformers outside the model are the base's")
     return notes
 
 
@@ -225,7 +223,7 @@ def _require_kin(base: Checkpoint, expert: Checkpoint) -> Checkpoint:
     factors = [name for name in expert if _FACTOR.search(name)]
     if 2 * len(factors) > len(expert) and not base.keys() & expert.keys():
         raise InputError(
-            f"expert {expert.label!r} holds an adapter's factors ({listing(factors)}) without the "
+            f"expert {expert.label!r} holds an adapter's factors ({join_names(factors)}) without the "
             "adapter_config.json that peft writes with them: give the folder that has both, or a model that "
             "the adapter was merged into"
         )
@@ -247,7 +245,7 @@ def _find_tokenizer_folder(
     folder = known[str(wanted)].folder if str(wanted) in known else find_source(wanted, weights=False)
     if folder is None or not folder.is_dir():
         raise InputError(
-            f"tokenizer_from={wanted} is neither a folder nor an expert{suggestion(str(wanted), known)}"
+            f"tokenizer_from={wanted} is neither a folder nor an expert{suggest(str(wanted), known)}"
         )
     if not find_tokenizer_files(folder):
         raise InputError(f"tokenizer_from={wanted}: the folder {folder} holds no tokenizer")
@@ -273,16 +271,6 @@ def _check_tokenizer(folder: Path | None, base: Checkpoint) -> None:
         )
 
 
-def read_devices(device: Devices) -> list[str]:
-    """Devices by name; `auto` is all that there are of CUDA, else the CPU.
-
-    Raises:
-        InputError: no name, or no list of them.
-    """
-    names = parse_devices(device)
-    return list_devices() if names == "auto" else [names] if isinstance(names, str) else names
-
-
 def read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """A dtype by its name.
 
@@ -292,11 +280,9 @@ def read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if dtype is None:
         return None
     if isinstance(dtype, torch.dtype):
-        if not dtype.is_floating_point:
-            raise InputError(f"dtype is {dtype}; it must be a floating-point dtype")
+        require(dtype.is_floating_point, "dtype", dtype, "a floating-point dtype")
         return dtype
-    if dtype not in FLOATING:
-        raise InputError(f"dtype is {dtype!r}{suggestion(dtype, FLOATING)}")
+    require_choice("dtype", dtype, FLOATING)
     value: torch.dtype = getattr(torch, dtype)
     return value
 

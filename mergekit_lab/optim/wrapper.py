@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.optim.capturable import ReplayState
 from mergekit_lab.optim.group_settings import GroupSettings
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, build, describe, split_names
@@ -382,7 +382,7 @@ class WrappedOptimizer(GroupSettings):
             )
         if odd := own.keys() ^ {*self.saved_attributes, *self.saved_tensors}:
             raise InputError(
-                f"this {saved_by} state dict and this version disagree on the entries {listing(odd)}"
+                f"this {saved_by} state dict and this version disagree on the entries {join_names(odd)}"
             )
         self.base.load_state_dict({key: value for key, value in state_dict.items() if key != STATE_KEY})
         self._share_with_base()

@@ -6,7 +6,7 @@ Artifacts declared here: `evaluations`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from mergekit_lab.backbones import Backbone, LanguageModel
 from mergekit_lab.checkpoints import LowRank, open_checkpoint
-from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.errors import InputError, suggest
 from mergekit_lab.evaluation import score, score_with_harness
-from mergekit_lab.runs.finetune import expert_node, joint_node
+from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.mergers import Merger
-from mergekit_lab.runs.nodes import Node
+from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import Run, load_state
 from mergekit_lab.store import Artifact, make_key
 from mergekit_lab.store.store import Workspace
@@ -51,7 +51,7 @@ class Model:
     node: Node | None = None
     merger: Merger | None = None
     name: str | None = None
-    backbone: Backbone | None = None
+    backbone: Backbone | None = field(default=None, compare=False)
 
     @property
     def label(self) -> str:
@@ -79,14 +79,9 @@ class Model:
     def load(self, run: Run, task: str) -> nn.Module:
         """The model itself, on the run's device; the run's own one, unless it has a backbone of its own."""
         if self.backbone:
-            return self.backbone.model().to(run.device)
+            return self.backbone.make_model().to(run.device)
         run.model.load_state_dict(dict(self.state(run, task)))
         return run.model
-
-
-def base_model(run: Run) -> Model:
-    """The base with the backbone's own heads."""
-    return Model("zero_shot", tuple(run.tasks))
 
 
 def expert_model(run: Run, name: str) -> Model:
@@ -96,16 +91,7 @@ def expert_model(run: Run, name: str) -> Model:
     return Model("expert", (name,), expert_node(run, name))
 
 
-def checkpoint_model(run: Run, name: str) -> Model:
-    """One of the run's `models`, which is evaluated on every task as it is."""
-    return Model("checkpoint", tuple(run.tasks), name=name, backbone=run.open_backbone(run.models[name]))
-
-
-def joint_model(run: Run) -> Model:
-    """The model that was trained on all tasks at once."""
-    return Model("joint", tuple(run.tasks), joint_node(run))
-
-
+@declare
 def evaluation_node(run: Run, model: Model, task: str, part: Part) -> Node:
     """A model on one part of one task: `info["value"]`, and all its `info["metrics"]`."""
     return Node(
@@ -138,7 +124,7 @@ def _evaluate(run: Run, model: Model, task: str, part: Part, workspace: Workspac
     if isinstance(measured, HarnessTask):
         assert isinstance(backbone, LanguageModel)
         answers = score_with_harness(
-            loaded, backbone.tokenizer(), measured, precision=backbone.precision, progress=run.cfg.progress
+            loaded, backbone.load_tokenizer(), measured, precision=backbone.precision, progress=run.cfg.progress
         )
         np.savez(
             workspace.out / SAMPLES_OF_METRICS,
@@ -151,7 +137,9 @@ def _evaluate(run: Run, model: Model, task: str, part: Part, workspace: Workspac
             "samples": answers.count,
             "peak_memory_bytes": read_peak_memory(run.device),
         }
-    objective = model.backbone.objective(measured).to(run.device) if model.backbone else run.objective(task)
+    objective = (
+        model.backbone.make_objective(measured).to(run.device) if model.backbone else run.make_objective(task)
+    )
     if loaded is run.model:
         loaded = run.model_to_score(task)
     scores = score(loaded, objective, part, batch_size=run.cfg.evaluation_batch_size)
@@ -177,7 +165,7 @@ def read_metric(run: Run, task: str, artifact: Artifact) -> tuple[str, float]:
         return metric, artifact.info["value"]
     metric, metrics = metric or artifact.info["metric"], artifact.info["metrics"]
     if metric not in metrics:
-        raise InputError(f"suite.metric: {task} has no metric {metric!r}{suggestion(metric, metrics)}")
+        raise InputError(f"suite.metric: {task} has no metric {metric!r}{suggest(metric, metrics)}")
     return metric, metrics[metric]
 
 

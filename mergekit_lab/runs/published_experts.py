@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,9 @@ from mergekit_lab.checkpoints import (
     parse_hub_id,
     write_tensors,
 )
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.tasks import HubImages, Task
+from mergekit_lab.tasks.labels import simplify
 
 _SUFFIXES = ("", ".safetensors", ".pt", ".pth", ".bin")
 _FINETUNED = ("nonlinear_finetuned.pt", "finetuned.pt")
@@ -41,7 +41,7 @@ def find_expert(experts: str | Mapping[str, str], backbone: Any, task: Task) -> 
     """
     if isinstance(experts, Mapping):
         if task.name not in experts:
-            raise InputError(f"experts names {listing(experts)}, but none for the task {task.name!r}")
+            raise InputError(f"experts names {join_names(experts)}, but none for the task {task.name!r}")
         return experts[task.name]
     if experts.startswith(HUB):
         expert = getattr(task, "expert", None)
@@ -50,7 +50,7 @@ def find_expert(experts: str | Mapping[str, str], backbone: Any, task: Task) -> 
                 f"no expert of {task.name!r} is known on the hub for this backbone: give "
                 f"experts={{{task.name}: SOURCE, …}}"
             )
-        return f"{experts.removeprefix(HUB)}/{backbone.hub_name()}_{expert}"
+        return f"{experts.removeprefix(HUB)}/{backbone.name_on_hub()}_{expert}"
     folder = Path(experts).expanduser()
     if not folder.is_dir():
         raise InputError(f"experts={experts}: there is no such folder; for the hub's, write hub:ORG")
@@ -62,9 +62,7 @@ def find_expert(experts: str | Mapping[str, str], backbone: Any, task: Task) -> 
         if path.exists():
             return str(_find_finetuned(path) or path)
     for path in (path for within in folders if within.is_dir() for path in sorted(within.iterdir())):
-        if _simplify(path.name).removesuffix("val") in map(_simplify, names) and (
-            file := _find_finetuned(path)
-        ):
+        if simplify(path.name).removesuffix("val") in map(simplify, names) and (file := _find_finetuned(path)):
             return str(file)
     raise InputError(
         f"{folder} holds no expert of {task.name!r}: expected {folder / names[0]}, a folder or a file"
@@ -73,10 +71,6 @@ def find_expert(experts: str | Mapping[str, str], backbone: Any, task: Task) -> 
 
 def _find_finetuned(folder: Path) -> Path | None:
     return next((folder / name for name in _FINETUNED if (folder / name).is_file()), None)
-
-
-def _simplify(name: str) -> str:
-    return re.sub(r"[\W_]+", "", name.lower())
 
 
 def locate_experts(root: Path, backbone: Any) -> Path:
@@ -134,7 +128,7 @@ def import_expert(
         if lacking := base.keys() - aligned.keys():
             raise InputError(
                 f"the expert of {task}, {source}, lacks {len(lacking)} tensors of the base "
-                f"({listing(lacking, 3)}): was it saved from another model?"
+                f"({join_names(lacking, 3)}): was it saved from another model?"
             )
         tensors = {name: aligned[name] for name in base}
     write_tensors(out / "model.safetensors", tensors)

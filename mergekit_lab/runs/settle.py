@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.errors import InputError, join_names, suggest
 
 _WEIGHTS = ("source", "weights")
 """Keys by which backbones call their pretrained weights."""
@@ -59,9 +59,7 @@ def settle(cfg: DictConfig) -> DictConfig:
         for key in ("experts", "models"):
             if _is_listed(made[key]):
                 sources = OmegaConf.to_container(made[key]) if OmegaConf.is_config(made[key]) else made[key]
-                learned = [name for name, node in made.suite.tasks.items() if not _is_harness(node)]
-                of_tasks = key == "experts" and learned
-                made[key] = _name_experts(sources, learned) if of_tasks else _name_alone(sources, key)
+                made[key] = _name_checkpoints(sources, key, made.suite.tasks)
         if made.models and made.backbone[find_weights_key(made.backbone)] is None:
             made.backbone[find_weights_key(made.backbone)] = next(iter(made.models.values()))
         made.base = made.texts = None
@@ -80,17 +78,6 @@ def find_weights_key(backbone: Any) -> str:
     return key
 
 
-def _is_harness(task: Any) -> bool:
-    return str(task.get("_target_")).endswith("HarnessTask")
-
-
-def _name_alone(sources: Any, key: str) -> dict[str, str]:
-    """Checkpoints by given names, or by those of their folders."""
-    from mergekit_lab.commands.sources import name_sources, read_sources
-
-    return name_sources(read_sources(sources, key), key)
-
-
 def _list_harness_tasks(suite: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Of each of `lm_eval_tasks` a node; settings are one for all, or a mapping from task to its own."""
     given = suite["lm_eval_tasks"]
@@ -106,7 +93,7 @@ def _list_harness_tasks(suite: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         of_tasks = value if isinstance(value, Mapping) else dict.fromkeys(names, value)
         for name, own in of_tasks.items():
             if name not in nodes:
-                raise InputError(f"suite.{key} names {name!r}, which is not a task{suggestion(name, names)}")
+                raise InputError(f"suite.{key} names {name!r}, which is not a task{suggest(name, names)}")
             nodes[name][key] = own
     return nodes
 
@@ -115,20 +102,24 @@ def _is_listed(experts: Any) -> bool:
     return OmegaConf.is_list(experts) or OmegaConf.is_dict(experts) or str(experts).startswith("@")
 
 
-def _name_experts(experts: Any, tasks: list[str]) -> dict[str, str]:
-    from mergekit_lab.commands.sources import read_sources
+def _name_checkpoints(sources: Any, key: str, tasks: Mapping[str, Any]) -> dict[str, str]:
+    """Experts by the tasks that are learned; else checkpoints by given names, or by those of their folders."""
+    from mergekit_lab.commands.sources import name_sources, read_sources
 
-    read = read_sources(experts, "experts")
+    read = read_sources(sources, key)
+    learned = [name for name, task in tasks.items() if not str(task.get("_target_")).endswith("HarnessTask")]
+    if key == "models" or not learned:
+        return name_sources(read, key)
     if isinstance(read, Mapping):
-        if odd := [name for name in read if name not in tasks]:
-            raise InputError(f"experts names {odd[0]!r}, which is not a task{suggestion(odd[0], tasks)}")
+        if odd := [name for name in read if name not in learned]:
+            raise InputError(f"experts names {odd[0]!r}, which is not a task{suggest(odd[0], learned)}")
         return dict(read)
-    if len(read) != len(tasks):
+    if len(read) != len(learned):
         raise InputError(
-            f"{len(read)} experts were given for {len(tasks)} tasks ({listing(tasks)}): one each, in this "
-            "order; suite=NAME or texts=[FILE,…] says which tasks"
+            f"{len(read)} experts were given for {len(learned)} tasks ({join_names(learned)}): one each, in "
+            "this order; suite=NAME or texts=[FILE,…] says which tasks"
         )
-    return dict(zip(tasks, read, strict=True))
+    return dict(zip(learned, read, strict=True))
 
 
 def _read_texts(texts: Any) -> dict[str, dict[str, Any]]:
@@ -158,5 +149,5 @@ def _add_choices(text: Mapping[str, Any]) -> dict[str, Any]:
     fields = {str(name): value for name, value in text.items() if name != "_target_"}
     if fields.get("choices") is None:
         task = TextFile(**fields)
-        fields["choices"] = sorted({answer for part in PARTS for answer in task.samples(part).answers})
+        fields["choices"] = sorted({answer for part in PARTS for answer in task.load_samples(part).answers})
     return {"_target_": text["_target_"]} | fields

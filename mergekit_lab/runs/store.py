@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from mergekit_lab.errors import InputError
-from mergekit_lab.machine import format_size
-from mergekit_lab.paths import default_store
+from mergekit_lab.errors import InputError, say_bytes
+from mergekit_lab.paths import find_default_store
 from mergekit_lab.reporting import printable
 from mergekit_lab.schema.check import build, check_group
 from mergekit_lab.schema.store import StoreSettings
@@ -49,7 +48,7 @@ def run_store(cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None
     plain: Any = OmegaConf.to_container(cfg.store, resolve=True)
     check_group(plain, StoreSettings, ("store",))
     settings = StoreSettings(**plain)
-    store = Store(Path(settings.root).expanduser() if settings.root else default_store())
+    store = Store(Path(settings.root).expanduser() if settings.root else find_default_store())
     if cfg.dry_run and settings.action in ("export", "import"):
         log.info("dry_run: store.action=%s does nothing with %s", settings.action, _read_path(settings))
     elif settings.action == "list":
@@ -91,10 +90,10 @@ def _list(store: Store, settings: StoreSettings) -> None:
         by_kind[f"{artifact.kind}{', half made' if artifact in cut else ''}"].append(artifact)
     log.info("store %s", store.root)
     for kind, members in by_kind.items():
-        log.info("%s: %d, %s", kind, len(members), format_size(sum(map(size, members))))
+        log.info("%s: %d, %s", kind, len(members), say_bytes(sum(map(size, members))))
         if settings.kind or settings.key:
             for artifact in members:
-                columns = (artifact.key, artifact.created, format_size(size(artifact)), _describe(artifact))
+                columns = (artifact.key, artifact.created, say_bytes(size(artifact)), _describe(artifact))
                 log.info("  %s", printable("  ".join(columns)))
     if not by_kind:
         log.info("nothing")
@@ -163,7 +162,7 @@ def _prune(run: Run, settings: StoreSettings) -> None:
     ]
     if settings.which == "others" and settings.kind is None:
         chosen = [artifact for artifact in chosen if artifact.kind not in _OF_DATA]
-    freed = format_size(sum(map(size, chosen)))
+    freed = say_bytes(sum(map(size, chosen)))
     if not settings.confirm or run.cfg.dry_run:
         for artifact in chosen:
             log.info("%s %s  %s", artifact.kind, artifact.key, _describe(artifact) or "half made")
@@ -229,7 +228,7 @@ def _list_companions(cfg: DictConfig, artifact: Artifact, folder: Path) -> list[
 
     backbone = build(cfg.backbone, Backbone)
     try:
-        if backbone.identity().items() <= made_of.items():
+        if backbone.identify().items() <= made_of.items():
             return backbone.write_companions(folder)
     except InputError as error:
         log.warning("%s", error)

@@ -22,7 +22,8 @@ from hydra.utils import get_class, get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mergekit_lab.errors import InputError, abbreviate, listing, suggestion
+from mergekit_lab.errors import InputError, abbreviate, join_names, suggest
+from mergekit_lab.ranges import require
 from mergekit_lab.schema.target import Target
 from mergekit_lab.schema.values import check_value, find_inner_type, list_options
 
@@ -126,8 +127,7 @@ def check_group(node: Any, kind: type, path: tuple[str, ...]) -> None:
         path: of the group, for messages.
     """
     where = ".".join(path)
-    if not isinstance(node, Mapping):
-        raise InputError(f"{where} is {abbreviate(node)}; it must be a group of keys")
+    require(isinstance(node, Mapping), where, node, "a group of keys")
     _check_keys(node, kind, path)
     try:
         kind(**node)
@@ -185,11 +185,8 @@ def _check_target(node: Mapping[str, Any], hint: Any, path: tuple[str, ...]) -> 
     except Exception as error:  # importing a user's module may raise anything
         raise InputError(f"{where}: {error}") from None
     made = target if inspect.isclass(target) else _find_returned_class(target)
-    if made is None or not issubclass(made, wanted):
-        names = " or ".join(kind.__name__ for kind in wanted)
-        raise InputError(
-            f"{where} is {abbreviate(node['_target_'])}; it must be a {names}, or a subclass of it"
-        )
+    rule = f"a {' or '.join(kind.__name__ for kind in wanted)}, or a subclass of it"
+    require(made is not None and issubclass(made, wanted), where, node["_target_"], rule)
     _check_keys(node, target, path)
 
 
@@ -222,9 +219,7 @@ def _refuse_unknown(node: Mapping[str, Any], known: Iterable[str], path: tuple[s
     for name in node:
         if name not in known:
             key = ".".join((*path, str(name)))
-            raise InputError(
-                f"unknown key {key!r} ({_find_origin(key, str(name))}){suggestion(str(name), known)}"
-            )
+            raise InputError(f"unknown key {key!r} ({_find_origin(key, str(name))}){suggest(str(name), known)}")
 
 
 def _find_origin(key: str, name: str) -> str:
@@ -272,7 +267,7 @@ def check_stages(cfg: DictConfig, known: Iterable[str]) -> list[str]:
     known, wanted = list(known), list_stages(cfg)
     for name in wanted:
         if name not in known:
-            raise InputError(f"there is no stage {name!r}{suggestion(str(name), known)}")
+            raise InputError(f"there is no stage {name!r}{suggest(str(name), known)}")
     if not wanted:
-        raise InputError(f"stage is empty; known: {listing(known)}")
+        raise InputError(f"stage is empty; known: {join_names(known)}")
     return wanted

@@ -22,7 +22,7 @@ from mergekit_lab.evaluation.search import import_optuna
 from mergekit_lab.merging import Method
 from mergekit_lab.optim import gradient_evaluations
 from mergekit_lab.optim.offset import OffsetOptimizer
-from mergekit_lab.ranges import FASTEST
+from mergekit_lab.ranges import FASTEST, require
 from mergekit_lab.reporting import Tracker
 from mergekit_lab.schema.check import build, build_partial, check_against, list_stages
 from mergekit_lab.schema.store import StoreSettings
@@ -123,8 +123,7 @@ class Search:
                 raise InputError(f"search.method={self.method} does not use search.{each.name}: leave it out")
         if self.method == "cma_es":
             import_optuna()
-            if not self.low < self.high:
-                raise InputError(f"search.low is {self.low}; it must be below search.high, {self.high}")
+            require(self.low < self.high, "search.low", self.low, f"below search.high, {self.high}")
         elif self.coefficients is None:
             raise InputError(f"search.method={self.method} needs search.coefficients; [] searches none")
         elif self.method == "halving" and len(self.coefficients) == 1:

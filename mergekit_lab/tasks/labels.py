@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.tasks.sources import Rows
 
 
@@ -30,7 +30,7 @@ class Labeling:
         self._task = task
         self._classes = classes
         self._rows = rows
-        self._spelled = _simplify if len(set(map(_simplify, classes))) == len(classes) else str
+        self._spelled = simplify if len(set(map(simplify, classes))) == len(classes) else str
         self._places = {self._spelled(name): number for number, name in enumerate(classes)}
         self.labels = {part: self._check(part) for part in rows}
 
@@ -61,7 +61,7 @@ class Labeling:
         if (counted or named) and fits and len(known) == len(self._classes):
             return np.array([order.index(name) for name in names], dtype=np.int64)
         if named:
-            other = listing(name for name in known if self.find_class(name) is None)
+            other = join_names(name for name in known if self.find_class(name) is None)
             raise InputError(
                 f"task {self._task!r}: the source names {len(known)} classes, and not all of them are "
                 f"among the {len(self._classes)} class names ({other}): rename them, or set class_names to "
@@ -92,6 +92,6 @@ class Labeling:
         return ours
 
 
-def _simplify(name: str) -> str:
+def simplify(name: str) -> str:
     """Without case, spaces and signs, for comparing; a name of signs alone stays as it is."""
     return re.sub(r"[\W_]+", "", name.lower()) or name

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from mergekit_lab.checkpoints import explain_unreachable
-from mergekit_lab.errors import InputError, listing, suggestion
-from mergekit_lab.paths import default_store
+from mergekit_lab.errors import InputError, join_names, suggest
+from mergekit_lab.paths import find_default_store
 from mergekit_lab.ranges import require_choice, require_whole
 
 from .metrics import METRICS
@@ -91,8 +91,8 @@ class TextTask(Task):
     def make(self, part: Part) -> TextSamples:
         """Build one part only from the fields: the same fields give the same text."""
 
-    def samples(self, part: Part) -> TextSamples:
-        samples: TextSamples = super().samples(part)
+    def load_samples(self, part: Part) -> TextSamples:
+        samples: TextSamples = super().load_samples(part)
         return samples
 
     def check(self, part: Part, samples: TextSamples) -> None:
@@ -102,7 +102,7 @@ class TextTask(Task):
             if odd:
                 raise InputError(
                     f"task {self.name!r}: {part} has answers that are not among the choices "
-                    f"({listing(sorted(odd))}); choices are {listing(self.choices)}"
+                    f"({join_names(sorted(odd))}); choices are {join_names(self.choices)}"
                 )
         if not all(samples.answers):
             raise InputError(f"task {self.name!r}: {part} has an empty answer, which teaches nothing")
@@ -111,14 +111,14 @@ class TextTask(Task):
         """Hash of name, choices and the text of all three parts. Warns of prompts that two parts share."""
         digest = hashlib.sha256(repr((self.name, self.choices)).encode())
         for part in PARTS:
-            samples = self.samples(part)
+            samples = self.load_samples(part)
             digest.update(repr((part, samples.prompts, samples.answers)).encode("utf-8", "surrogatepass"))
         self._tell_of_shared_prompts()
         return digest.hexdigest()
 
     def _tell_of_shared_prompts(self) -> None:
         """A score on samples that were trained on, or chosen by, says little."""
-        prompts = {part: self.samples(part).prompts for part in PARTS}
+        prompts = {part: self.load_samples(part).prompts for part in PARTS}
         for one, other in combinations(PARTS, 2):
             known = set(prompts[one])
             shared = sum(prompt in known for prompt in prompts[other])
@@ -160,7 +160,7 @@ class TextFile(TextTask):
         for name in ("parts", "sizes"):
             for part in getattr(self, name) or ():
                 if part not in PARTS:
-                    raise InputError(f"task {self.name!r}: {name} names {part!r}{suggestion(part, PARTS)}")
+                    raise InputError(f"task {self.name!r}: {name} names {part!r}{suggest(part, PARTS)}")
         if self.labels is not None:  # YAML reads an unquoted 0 as a number
             object.__setattr__(self, "labels", {str(value): word for value, word in self.labels.items()})
         if not self.source:
@@ -185,7 +185,7 @@ class TextFile(TextTask):
             return value
         if value not in self.labels:
             raise InputError(
-                f"task {self.name!r}: labels has no word for {value!r}; it has {listing(self.labels)}"
+                f"task {self.name!r}: labels has no word for {value!r}; it has {join_names(self.labels)}"
             )
         return self.labels[value]
 
@@ -226,7 +226,7 @@ def fill_template(template: str, row: Mapping[str, Any], task: str) -> str:
     missing = [name for name in names if name not in row]
     if missing:
         raise InputError(
-            f"task {task!r}: the template {template!r} names {missing[0]!r}{suggestion(missing[0], row)}"
+            f"task {task!r}: the template {template!r} names {missing[0]!r}{suggest(missing[0], row)}"
         )
     for name in names:
         if row[name] is None:
@@ -245,7 +245,7 @@ def fill_template(template: str, row: Mapping[str, Any], task: str) -> str:
 def find_data_folder(source: str) -> Path:
     """A folder of data: an absolute path, or one under `$MERGEKIT_LAB_DATA`, by default `data` in the store."""
     named = os.environ.get("MERGEKIT_LAB_DATA")
-    return (Path(named) if named else default_store() / "data") / Path(source).expanduser()
+    return (Path(named) if named else find_default_store() / "data") / Path(source).expanduser()
 
 
 @cache

@@ -162,10 +162,10 @@ def test_padding_is_in_no_gram(kind, folders, tmp_path) -> None:
     start(cfg, tmp_path / "run", choices, [])
     context = Run(cfg, tmp_path, choices)
     (file,) = (tmp_path / "store/grams").glob("*/gram.safetensors")
-    found, objective = open_checkpoint(file), context.objective("stories")
+    found, objective = open_checkpoint(file), context.make_objective("stories")
     context.model.load_state_dict(load_state(context.need(expert_node(context, "stories"))))
     order = torch.randperm(24, generator=torch.Generator().manual_seed(0))[:3]
-    alone = [objective.batch("train", place[None]) for place in order]
+    alone = [objective.make_batch("train", place[None]) for place in order]
     assert len({each["input_ids"].shape for each in alone}) > 1
     layer = max(n for n in found if n.endswith(("down_proj", "wo")))  # of T5 in the encoder
     rows: list[torch.Tensor] = []
@@ -183,7 +183,7 @@ def test_padding_is_in_no_gram(kind, folders, tmp_path) -> None:
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 def test_padding_is_no_feature_of_a_text(kind, folders) -> None:
     backbone = tiny_backbone(folders[kind], kind)
-    model, objective = backbone.model(), backbone.objective(Colors())
+    model, objective = backbone.make_model(), backbone.make_objective(Colors())
     base = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ends = {}
     for name in "ab":

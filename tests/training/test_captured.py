@@ -58,7 +58,7 @@ def train(make_optimizer, head, replays: bool, steps: int = 14):
         optimizer.param_groups[0]["lr"].fill_(0.01 / (1 + number))
         size = 4 if number % 5 == 4 else 8
         index = torch.arange(number, number + size)
-        losses.append(float(make({"task": objective.training_batch(index)})))
+        losses.append(float(make({"task": objective.make_training_batch(index)})))
     return losses, model.state_dict(), optimizer.state_dict()
 
 
@@ -129,7 +129,7 @@ def test_a_step_that_fails_to_be_recorded_runs_as_written(head, card, caplog) ->
         return loss
 
     replay = captured.Replay(step, optimizer, CPU)
-    batch = {"task": tiny_objective(head).training_batch(torch.arange(8))}
+    batch = {"task": tiny_objective(head).make_training_batch(torch.arange(8))}
     for _ in range(4):
         replay(batch)
     assert optimizer.steps_done == 4
@@ -140,7 +140,8 @@ def test_a_step_that_fails_to_be_recorded_runs_as_written(head, card, caplog) ->
 def test_a_compiled_model_trains_as_the_one_it_is_made_of(tmp_path, head, caplog, monkeypatch) -> None:
     """50 steps with dropout, each loss within rounding; compiled code lies in the cache for the next one."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
-    monkeypatch.setattr("torch._inductor.config.cpp.simdlen", 0)  # else it compiles programs to try vectors out
+    # Else a dozen programs are compiled to try vectors out.
+    monkeypatch.setattr("torch._inductor.cpu_vec_isa.valid_vec_isa_list", list)
     settings = replace(SETTINGS, steps=50, validations=1, keep="last")
     caplog.set_level(logging.INFO)
     plain = run(tmp_path / "plain", head, settings=settings)

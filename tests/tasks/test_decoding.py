@@ -1,0 +1,75 @@
+"""Data sets that hold programs under the names that are read: told as unreadable, and never run."""
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+from hub_repos import encoded, pictures, published, write_folders, write_parquet
+from PIL import EpsImagePlugin
+
+from mergekit_lab import InputError
+from mergekit_lab.tasks.decoding import decode
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, ("exploded",)
+
+
+HOSTILE = pickle.dumps(Bomb())
+
+
+def pickled_parquet(folder: Path, part: str) -> None:
+    (folder / f"{part}-00000-of-00001.parquet").write_bytes(HOSTILE)
+
+
+def pickled_tar(folder: Path, part: str) -> None:
+    (folder / part).mkdir()
+    (folder / part / "0.tar").write_bytes(HOSTILE)
+
+
+def pickled_picture(folder: Path, part: str) -> None:
+    write_parquet(folder / f"{part}-00000-of-00001.parquet", [(HOSTILE, 1), *pictures(9, 10)])
+
+
+def pickled_file(folder: Path, part: str) -> None:
+    write_folders(folder / part, pictures(20, 10), [f"{n}" for n in range(10)])
+    next((folder / part).rglob("*.png")).write_bytes(HOSTILE)
+
+
+@pytest.mark.parametrize("plant", [pickled_parquet, pickled_tar, pickled_picture, pickled_file])
+def test_a_pickle_in_a_data_set_is_refused_and_not_run(plant, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for part in ("train", "test"):
+        plant(tmp_path / "data", part)
+    with pytest.raises(InputError, match=r"not a readable|cannot be decoded|check_data"):
+        published("eurosat", tmp_path / "data").load_samples("test")
+    assert not Path("exploded").exists()
+
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def test_postscript_by_the_name_of_a_picture_starts_no_ghostscript(tmp_path, monkeypatch) -> None:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    (programs / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    for seed, part in enumerate(("train", "test")):
+        names = [f"{n}" for n in range(10)]
+        write_folders(tmp_path / "data" / part, pictures(20, 10, seed), names)
+        (tmp_path / "data" / part / "1" / "odd.png").write_bytes(POSTSCRIPT)
+    with pytest.raises(InputError, match=r"no images \(train/1/odd.png\)"):
+        published("eurosat", tmp_path / "data").load_samples("train")
+    with pytest.raises(OSError, match="cannot identify"):
+        decode(POSTSCRIPT)
+    assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM"])
+def test_the_formats_that_data_sets_have_are_read(kind: str) -> None:
+    assert decode(encoded(1, 30, 20, kind)).size == (30, 20)

@@ -1,0 +1,105 @@
+"""A run and the commands: which configuration is read, and that it takes its own keys alone."""
+
+from dataclasses import fields
+from functools import cache
+
+import pytest
+from composing import composed, partition
+from omegaconf import OmegaConf, open_dict
+from programs import run_program, start_program
+
+from mergekit_lab import InputError, programs
+from mergekit_lab.command_line import translate
+from mergekit_lab.commands import COMMANDS, find_command_class, refuse_unset
+from mergekit_lab.programs import start
+from mergekit_lab.schema.check import check_against
+from mergekit_lab.schema.run import Main
+
+SCHEMAS = {"run": Main, **{name: find_command_class(name) for name in COMMANDS}}
+KEYS = {name: [field.name for field in fields(schema)] for name, schema in SCHEMAS.items()}
+
+
+@cache
+def configuration(program: str):
+    return composed([] if program == "run" else [f"+experiment={program}"])[0]
+
+
+@pytest.mark.parametrize("program", SCHEMAS)
+def test_a_program_refuses_the_keys_of_the_others_by_name(program: str) -> None:
+    for key in sorted({key for keys in KEYS.values() for key in keys} - {*KEYS[program]}):
+        cfg = configuration(program).copy()
+        with open_dict(cfg):
+            cfg[key] = None
+        with pytest.raises(InputError, match=f"unknown key '{key}'"):
+            check_against(cfg, SCHEMAS[program])
+
+
+@pytest.mark.parametrize("program", SCHEMAS)
+def test_a_programs_file_has_every_key_that_it_reads_and_no_other(program: str) -> None:
+    assert set(configuration(program)) == set(KEYS[program])
+    check_against(configuration(program), SCHEMAS[program])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["+experiment=diagnose", "base=b"], "diagnose"),
+        (["base=b", "stage=diagnose"], "diagnose"),
+        (["-m", "+experiment=merge_checkpoints", "merger=ties,dare"], "merge_checkpoints"),
+        (["+experiment=quickstart", "stage=report"], None),
+        (["+experiment=merge_checkpoints,expand"], None),
+    ],
+)
+def test_the_command_line_says_which_configuration_is_read(arguments: list[str], name: str | None) -> None:
+    options, overrides = partition(translate(arguments))
+    assert options.get("--config-name") == name
+    kept = [each for each in arguments if name is None or not each.endswith(f"={name}")]
+    assert sorted(overrides) == sorted(kept)
+
+
+@pytest.mark.parametrize("given", [["--config-dir", "mine"], ["--config-dir=mine"], ["-cd", "mine"]])
+def test_an_experiment_of_a_users_folder_may_be_for_a_command(tmp_path, monkeypatch, given) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine/experiment").mkdir(parents=True)
+    (tmp_path / "mine/experiment/own.yaml").write_text("# @package _global_\ncommand: merge_checkpoints\n")
+    found = translate([*given, "+experiment=own"])
+    assert "--config-name=merge_checkpoints" in found
+    assert "+experiment=own" in found
+
+
+def test_a_command_that_fails_leaves_word_and_its_configuration(tmp_path) -> None:
+    cfg, choices = composed(["+experiment=expand", "base=nowhere"])
+    with pytest.raises(InputError, match="low_rank=<folder of factors>"):
+        start(cfg, tmp_path, choices, ["base=nowhere"])
+    assert "low_rank" in (tmp_path / "failure.json").read_text()
+    assert OmegaConf.load(tmp_path / "config.yaml").base == "nowhere"
+
+
+@pytest.mark.parametrize("name", ["failure.json", "diagnosis.json"])
+def test_what_is_in_a_result_s_way_is_named(tmp_path, name: str) -> None:
+    (tmp_path / name).mkdir()
+
+    def work() -> None:
+        (tmp_path / name).write_text("{}")
+
+    with (
+        pytest.raises(InputError, match=rf"{name} cannot be written \(Is a directory\): move it away"),
+        programs.leave_failures(OmegaConf.create({}), tmp_path, []),
+    ):
+        work()
+
+
+def test_a_variable_that_is_not_set_is_named(tmp_path) -> None:
+    given = ["base=b", "experts=[a]", "out=out", "merger=ties", "merger._target_=${oc.env:NOPE}"]
+    run = run_program(tmp_path, "+experiment=merge_checkpoints", *given)
+    assert run.returncode == 1
+    assert run.stderr.startswith("the configuration does not resolve: KeyError")
+    refuse_unset(OmegaConf.create({"command": "diagnose", "base": "${oc.env:NOPE}", "experts": ["a"]}))
+
+
+def test_a_working_folder_that_was_deleted_is_named(tmp_path) -> None:
+    lines = "import os, sys\nfrom mergekit_lab.__main__ import run\nos.rmdir(os.getcwd())\nrun()"
+    (tmp_path / "gone").mkdir()
+    ended = start_program(tmp_path / "gone", "stage=store", code=lines).wait()
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith("the working folder was deleted")
