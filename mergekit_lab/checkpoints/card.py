@@ -135,15 +135,15 @@ class Card:
             body += _write_section("Use", ["```python", *self.usage.splitlines(), "```"])
         body += _write_section("Method", _format_table(("setting", "value"), _flatten(self.hyper_parameters)))
         if self.recipe:
-            body += ["As this mergekit recipe says:", "", *_write_fence(self.recipe, "yaml"), ""]
+            body += ["The mergekit recipe:", "", *_write_fence(self.recipe, "yaml"), ""]
         elif self.command:
-            body += ["By this command, inputs called as below:", "", *_write_fence(self.command, "sh"), ""]
+            body += ["The command; inputs are named below:", "", *_write_fence(self.command, "sh"), ""]
         if self.equivalent:
             body += ["The same merge as a mergekit recipe:", "", *_write_fence(self.equivalent, "yaml"), ""]
         prints = [("base", self.base), *self.experts.items()]
         prints += [(f"{kind} of {n}", p) for kind, by_name in self.side.items() for n, p in by_name.items()]
         rows = [(name, _name_source(p), _shorten(p)) for name, p in prints]
-        body += _write_section("Inputs", _format_table(("input", "is", "fingerprint"), rows))
+        body += _write_section("Inputs", _format_table(("input", "source", "fingerprint"), rows))
         if any("sampled_sha256" in file for _, p in prints for file in p.get("files", {}).values()):
             body += [SAMPLED, ""]
         body += _write_section("Settings", _format_table(("setting", "value"), _flatten(self.settings)))
@@ -153,7 +153,7 @@ class Card:
         if self.notes:
             body += _write_section("Notes", [f"- {escape_markdown(note)}" for note in self.notes])
         body += [f"Made with {escape_markdown(', '.join(' '.join(pair) for pair in self.versions.items()))}."]
-        body += [f"All of this, with hashes in full length, is in `{RECORD}`."]
+        body += [f"`{RECORD}` has all of this, with full hashes."]
         return "\n".join([*head, *body]) + "\n"
 
 

@@ -69,7 +69,7 @@ def _describe_sizes(checkpoint: Checkpoint) -> str:
     specs = checkpoint.specs.values()
     dimensions = Counter(len(spec.shape) for spec in specs)
     dtypes = Counter(str(spec.dtype).removeprefix("torch.") for spec in specs)
-    shapes = ", ".join(f"{n} of {d} dimensions" for d, n in sorted(dimensions.items()))
+    shapes = ", ".join(f"{n} {d}-D" for d, n in sorted(dimensions.items()))
     kinds = ", ".join(f"{n} {dtype}" for dtype, n in dtypes.items())
     return f"{len(specs)} tensors ({shapes}), {sum(s.numel for s in specs) / 1e6:,.2f} M entries, {kinds}"
 

@@ -92,7 +92,7 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format
         "Result",
         [
             f"{len(stored)} tensors in {len(shards)} files, {say_bytes(written)} of disk",
-            f"{len(merged)} tensors are merged by {type(prepared.method).__name__}, {kept} are the base's",
+            f"{len(merged)} tensors are merged by {type(prepared.method).__name__}, {kept} stay the base's",
             *explain_shapes(prepared.method, {n: s.shape for n, s in prepared.base.specs.items()}, set(merged)),
             _describe_room(out, written, result),
         ],
@@ -201,7 +201,7 @@ def _describe_memory(prepared: Prepared, specs: dict[str, TensorSpec], merged: S
         taken = _estimate_device_memory(prepared, sizes, item, whole) + counters
         device = f"device memory: about {say_bytes(taken)}"
     return [
-        f"host memory: at most {say_bytes(held)} above start-up (files that are mapped not counted)",
+        f"host memory: at most {say_bytes(held)} above start-up, without mapped files",
         device,
     ]
 

@@ -158,7 +158,7 @@ def test_advice_follows_what_was_measured() -> None:
     plain = [a.text for a in advise(measure(base, experts))]
     assert plain[0].startswith("merger=tsvm")
     assert len(plain) == 3
-    assert plain[2].startswith("read the pairs")
+    assert plain[2].startswith("evaluate merges")
     experts["e2"] = {n: base[n] + 5 * (experts["e2"][n] - base[n]) for n in base}
     fishers = {n: {k: v.square() * 10**t for k, v in random(t).items()} for t, n in enumerate(experts)}
     given = advise(measure(base, experts, fishers))
