@@ -51,8 +51,8 @@ def value(run: Run, state: dict[str, Tensor], task: str, part: Part) -> float:
 
 
 def measured(run: Run) -> Interference:
-    experts = {task: run.need(expert_node(run, task)).file("model.safetensors") for task in run.tasks}
-    sides = {t: run.need(side_node(run, "fisher", t)).file("fisher.safetensors") for t in run.tasks}
+    experts = {task: run.need(expert_node(run, task)).find_file("model.safetensors") for task in run.tasks}
+    sides = {t: run.need(side_node(run, "fisher", t)).find_file("fisher.safetensors") for t in run.tasks}
     fishers = {task: open_checkpoint(file, task) for task, file in sides.items()}
     found = Interference(tuple(experts), has_fishers=True)
     for layer, traces in measure_layers(

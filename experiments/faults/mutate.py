@@ -38,7 +38,7 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.owners import identify_process
 from mergekit_lab.store import Store, make_key
 from mergekit_lab.store.store import Workspace
-from mergekit_lab.store.upkeep import find_damages, find_half_made, find_unreadable, remove, size
+from mergekit_lab.store.upkeep import find_damages, find_half_made, find_unreadable, measure_size, remove
 
 RUN = [*TINY, "merger=task_arithmetic", "joint=false", "training.steps=12", "training.validations=4"]
 HASHED = ("small", "store", "export", "cut")
@@ -257,9 +257,9 @@ def use_small(trial: Trial, wanted: dict) -> str:
     store, results = Store(trial.folder / "small", stale_after=0.5), trial.folder / "results"
 
     def look(removes: bool) -> None:
-        everything = [*store.artifacts(), *find_unreadable(store), *find_half_made(store)]
-        sizes = [size(artifact) for artifact in everything]
-        wrong = find_damages([*store.artifacts(), *find_unreadable(store)])
+        everything = [*store.list_artifacts(), *find_unreadable(store), *find_half_made(store)]
+        sizes = [measure_size(artifact) for artifact in everything]
+        wrong = find_damages([*store.list_artifacts(), *find_unreadable(store)])
         assert len(sizes) == len(everything)
         for damage in wrong if removes else ():
             remove(store, damage.folder)
@@ -271,7 +271,7 @@ def use_small(trial: Trial, wanted: dict) -> str:
         for content in SMALL:
             artifact = store.obtain("experts", content, make_small(content["seed"]))
             evaluation = store.obtain("evaluations", content, make_small(content["seed"]))
-            values.append((float(open_checkpoint(artifact.file("model.safetensors"))["w"].mean()),
+            values.append((float(open_checkpoint(artifact.find_file("model.safetensors"))["w"].mean()),
                            evaluation.info["value"]))  # fmt: skip
         results.write_text(json.dumps(values))
 

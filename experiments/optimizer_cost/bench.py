@@ -27,7 +27,7 @@ from mergekit_lab.optim import (
     WASAM,
     FriendlySAM,
     MergOPT,
-    gradient_evaluations,
+    count_gradient_evaluations,
 )
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-5, weight_decay=0.1, fused=True)
@@ -147,7 +147,7 @@ def measure(problem: Vision | Language, kind: Parametrization, make: Callable, b
         "peak_gib": peak / 2**30,
         "parameters": sum(p.numel() for p in model.parameters()),
         "trained": sum(p.numel() for _, p in trained),
-        "gradient_evaluations": float(gradient_evaluations(optimizer)),
+        "gradient_evaluations": float(count_gradient_evaluations(optimizer)),
     }
 
 

@@ -276,7 +276,7 @@ def study_bound(run: Run, seed: int, samples: int = 256) -> Values:
     tasks = list(run.tasks)
     as_proved = {"aggregator": "mean", "coordinates": "full", "normalize": "none", "coefficient": 1.0}
     plain = build_methods(run, {"epimer": as_proved}, seed)["epimer"]
-    files = {task: run.obtain(side_node(run, "fisher", task)).file("fisher.safetensors") for task in tasks}
+    files = {task: run.obtain(side_node(run, "fisher", task)).find_file("fisher.safetensors") for task in tasks}
     fishers = {task: open_checkpoint(file, task) for task, file in files.items()}
     ends = read_states(run, tasks)
     total = Interference(tuple(tasks), has_fishers=True)

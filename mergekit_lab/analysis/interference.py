@@ -49,7 +49,7 @@ class Sums:
     harm: Tensor
 
     @staticmethod
-    def zero(experts: int) -> Sums:
+    def make_zero(experts: int) -> Sums:
         """Sums over no entries."""
         return Sums(*(torch.zeros(experts, experts, dtype=torch.float64) for _ in range(6)))
 
@@ -169,7 +169,7 @@ class Interference:
     bound: Bound = field(default_factory=Bound)
 
     def __post_init__(self) -> None:
-        self.total = Sums.zero(len(self.experts))
+        self.total = Sums.make_zero(len(self.experts))
         self.fisher_traces = torch.zeros(len(self.experts), dtype=torch.float64)
 
     def add(self, layer: Layer, traces: Tensor) -> None:
@@ -223,7 +223,7 @@ def _measure_layer(
     weights = None
     if fishers is not None:
         weights = [_read_fisher(fishers[expert], name, base.shape) for expert in inputs.experts]
-    sums, squares = Sums.zero(len(tensors)), 0.0
+    sums, squares = Sums.make_zero(len(tensors)), 0.0
     traces = torch.zeros(len(tensors), dtype=torch.float64)
     flat = base.reshape(-1)
     for start in range(0, flat.numel(), _BLOCK):

@@ -123,7 +123,7 @@ def evaluate_plane(
         for j in range(len(alphas)):
             weights.move({**fixed, pair[0]: alphas[i], pair[1]: alphas[j]})
             single = {pair[0]: alone[pair[0]][i], pair[1]: alone[pair[1]][j]}
-            known = _on_axes(single, pair, (alphas[i], alphas[j])) if not fixed else {}
+            known = _find_on_axes(single, pair, (alphas[i], alphas[j])) if not fixed else {}
             xi = 0.0
             for name, task in tasks.items():
                 scores = known.get(name) or task.score(model, batch_size)
@@ -136,7 +136,7 @@ def evaluate_plane(
         yield row
 
 
-def _on_axes(
+def _find_on_axes(
     single: Mapping[str, Scores], pair: tuple[str, str], alphas: tuple[float, float]
 ) -> dict[str, Scores]:
     """What is known already of a model on an axis: there a task's vector is alone."""

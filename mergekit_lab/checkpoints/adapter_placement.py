@@ -74,21 +74,25 @@ def locate(label: str, base: Checkpoint, wanted: Mapping[str, Wanted], kind: str
     best = Placed(base, direct, seconds)
     for architecture in (find_architecture(base, kind) if kind else None, own):
         if architecture is not None:
-            by_class = _by_architecture(base, wanted, architecture, ties)
+            by_class = _place_by_architecture(base, wanted, architecture, ties)
             if len(by_class.targets) > len(best.targets):
                 best = by_class
     if len(best.targets) < len(wanted):
-        by_prefix = _by_prefix(label, base, wanted, seconds, kind, own)
+        by_prefix = _place_by_prefix(label, base, wanted, seconds, kind, own)
         if len(by_prefix.targets) > len(best.targets):
             best = by_prefix
-    if len(best.targets) < len(wanted) and own is not None and (split := _in_pieces(base, own)) is not None:
+    if (
+        len(best.targets) < len(wanted)
+        and own is not None
+        and (split := _place_in_pieces(base, own)) is not None
+    ):
         by_pieces = locate(label, split.base, wanted, kind)
         if len(by_pieces.targets) > len(best.targets):
             best = by_pieces._replace(back=split.back)
     return best
 
 
-def _in_pieces(base: Checkpoint, architecture: Architecture) -> Placed | None:
+def _place_in_pieces(base: Checkpoint, architecture: Architecture) -> Placed | None:
     """The base with a mixture's experts one by one, as earlier releases write them; None if it has them so."""
     own, shapes = architecture.match_names(base), architecture.list_pieces()
     split = architecture.match_names(shapes)
@@ -97,13 +101,15 @@ def _in_pieces(base: Checkpoint, architecture: Architecture) -> Placed | None:
     if all(made.name for made in split.values()):
         return None
     specs = {
-        n: TensorSpec(shapes[n], own[t].spec(base.specs).dtype) for t, made in split.items() for n in made.names
+        n: TensorSpec(shapes[n], own[t].describe(base.specs).dtype)
+        for t, made in split.items()
+        for n in made.names
     }
 
-    def back(folded: Checkpoint) -> Checkpoint:
+    def relay_back(folded: Checkpoint) -> Checkpoint:
         return as_relaid(folded, split, base.specs, own)
 
-    return Placed(as_relaid(base, own, specs, split), {}, {}, back)
+    return Placed(as_relaid(base, own, specs, split), {}, {}, relay_back)
 
 
 def _select_known(wanted: Mapping[str, Wanted], known: Callable[[str], bool]) -> dict[str, str]:
@@ -123,7 +129,7 @@ def _list_second_names(base: Checkpoint, architecture: Architecture | None) -> d
     return seconds
 
 
-def _by_architecture(
+def _place_by_architecture(
     base: Checkpoint, wanted: Mapping[str, Wanted], architecture: Architecture, ties: bool
 ) -> Placed:
     made = architecture.match_names(base)
@@ -143,7 +149,7 @@ def _is_only_moved(name: str, made: Made) -> bool:
     return made.name is not None and made.name.rpartition(".")[2] == name.rpartition(".")[2]
 
 
-def _by_prefix(
+def _place_by_prefix(
     label: str,
     base: Checkpoint,
     wanted: Mapping[str, Wanted],
@@ -153,7 +159,7 @@ def _by_prefix(
 ) -> Placed:
     options = {}
     for drop, add in _list_prefixes(base, wanted.values()):
-        names = _without(wanted, drop)
+        names = _drop_prefix(wanted, drop)
         names_by_key = _select_known(names, lambda name, add=add: add + name in base or add + name in seconds)  # type: ignore[misc]
         targets = {key: add + name for key, name in names_by_key.items()}
         fitting = sum(name not in base or wanted[k].fits(base.specs[name].shape) for k, name in targets.items())
@@ -174,7 +180,7 @@ def _by_prefix(
     return Placed(base, next(iter(best.values()), {}), dict(seconds))
 
 
-def _without(wanted: Mapping[str, Wanted], drop: str) -> dict[str, Wanted]:
+def _drop_prefix(wanted: Mapping[str, Wanted], drop: str) -> dict[str, Wanted]:
     if not drop:
         return dict(wanted)
     return {k: Wanted(tuple(n.removeprefix(drop) for n in w.names), w.fits) for k, w in wanted.items()}

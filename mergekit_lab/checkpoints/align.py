@@ -69,10 +69,10 @@ def align(
     Raises:
         InputError: a weight that the base ties, and that is merged, has two values in the expert.
     """
-    expert = _in_the_bases_layout(base, _rename(base, expert, say), expert, say)
-    expert = _with_the_bases_buffers(base, expert, say)
-    expert = _without_second_names(base, expert, read, say, is_merged)
-    return _with_second_names(base, expert, read, say)
+    expert = _bring_to_the_bases_layout(base, _rename(base, expert, say), expert, say)
+    expert = _add_the_bases_buffers(base, expert, say)
+    expert = _drop_second_names(base, expert, read, say, is_merged)
+    return _add_second_names(base, expert, read, say)
 
 
 def untie(base: Checkpoint, experts: Iterable[Checkpoint], say: Say = lambda text: None) -> Checkpoint:
@@ -197,7 +197,9 @@ def cut_at_dots(name: str) -> list[tuple[str, str]]:
     return [(name[: dot.end()], name[dot.end() :]) for dot in re.finditer(r"\.", name)]
 
 
-def _in_the_bases_layout(base: Checkpoint, renamed: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
+def _bring_to_the_bases_layout(
+    base: Checkpoint, renamed: Checkpoint, expert: Checkpoint, say: Say
+) -> Checkpoint:
     """The expert under the names of the base's files, or of its model in memory, where one has the former and
     the other the latter; the stacks of a mixture's experts in the base's pieces, or the other way round."""
     lacking = len(base.keys() - renamed.keys())
@@ -228,7 +230,7 @@ def _make_reader(checkpoint: Checkpoint, name: str) -> Callable[[], Tensor]:
     return lambda: checkpoint[name]
 
 
-def _with_the_bases_buffers(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
+def _add_the_bases_buffers(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
     buffers = list_computed_buffers(base)
     extra = [name for name in list_computed_buffers(expert) if name not in base]
     if not buffers and not extra:
@@ -243,7 +245,7 @@ def _with_the_bases_buffers(base: Checkpoint, expert: Checkpoint, say: Say) -> C
     return View(expert, specs, {name: _make_reader(base, name) for name in buffers})
 
 
-def _without_second_names(
+def _drop_second_names(
     base: Checkpoint, expert: Checkpoint, read: bool, say: Say, is_merged: Callable[[str], bool]
 ) -> Checkpoint:
     """Leave out names that the base lacks because it ties them, or give them the base's."""
@@ -290,7 +292,7 @@ def _are_equal(checkpoint: Checkpoint, *names: str) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
-def _with_second_names(base: Checkpoint, expert: Checkpoint, read: bool, say: Say) -> Checkpoint:
+def _add_second_names(base: Checkpoint, expert: Checkpoint, read: bool, say: Say) -> Checkpoint:
     """Give a tied weight its second name where the base has one."""
     missing = base.specs.keys() - expert.specs.keys()
     if not missing:

@@ -110,12 +110,12 @@ class Card:
     command: str = ""
     equivalent: str = ""
 
-    def files(self) -> dict[str, Path | str]:
+    def make_files(self) -> dict[str, Path | str]:
         """`README.md` and `mergekit_lab.json`, to be written."""
         record = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {"README.md": self.text(), RECORD: json.dumps(record, indent=1, default=str) + "\n"}
+        return {"README.md": self.format_text(), RECORD: json.dumps(record, indent=1, default=str) + "\n"}
 
-    def text(self) -> str:
+    def format_text(self) -> str:
         """The README of the merged folder, with the metadata that the hub reads."""
         head = ["---", *(f"{name}: {json.dumps(value)}" for name, value in self.hub.items())]
         if self.hub_ids:
@@ -135,15 +135,15 @@ class Card:
             body += _write_section("Use", ["```python", *self.usage.splitlines(), "```"])
         body += _write_section("Method", _format_table(("setting", "value"), _flatten(self.hyper_parameters)))
         if self.recipe:
-            body += ["As this mergekit recipe says:", "", *_write_fence(self.recipe, "yaml"), ""]
+            body += ["The mergekit recipe:", "", *_write_fence(self.recipe, "yaml"), ""]
         elif self.command:
-            body += ["By this command, inputs called as below:", "", *_write_fence(self.command, "sh"), ""]
+            body += ["The command; inputs are named below:", "", *_write_fence(self.command, "sh"), ""]
         if self.equivalent:
             body += ["The same merge as a mergekit recipe:", "", *_write_fence(self.equivalent, "yaml"), ""]
         prints = [("base", self.base), *self.experts.items()]
         prints += [(f"{kind} of {n}", p) for kind, by_name in self.side.items() for n, p in by_name.items()]
         rows = [(name, _name_source(p), _shorten(p)) for name, p in prints]
-        body += _write_section("Inputs", _format_table(("input", "is", "fingerprint"), rows))
+        body += _write_section("Inputs", _format_table(("input", "source", "fingerprint"), rows))
         if any("sampled_sha256" in file for _, p in prints for file in p.get("files", {}).values()):
             body += [SAMPLED, ""]
         body += _write_section("Settings", _format_table(("setting", "value"), _flatten(self.settings)))
@@ -153,7 +153,7 @@ class Card:
         if self.notes:
             body += _write_section("Notes", [f"- {escape_markdown(note)}" for note in self.notes])
         body += [f"Made with {escape_markdown(', '.join(' '.join(pair) for pair in self.versions.items()))}."]
-        body += [f"All of this, with hashes in full length, is in `{RECORD}`."]
+        body += [f"`{RECORD}` has all of this, with full hashes."]
         return "\n".join([*head, *body]) + "\n"
 
 

@@ -64,7 +64,7 @@ class Made:
             whole = whole.transpose(*pair)
         return whole.contiguous()
 
-    def spec(self, specs: Mapping[str, TensorSpec]) -> TensorSpec:
+    def describe(self, specs: Mapping[str, TensorSpec]) -> TensorSpec:
         """Of the tensor in memory."""
         whole = self.make(lambda n: torch.empty(specs[n].shape, dtype=specs[n].dtype, device="meta"))
         return TensorSpec(tuple(whole.shape), whole.dtype)
@@ -276,7 +276,7 @@ def as_loaded(checkpoint: Checkpoint, architecture: Architecture) -> View:
     """A checkpoint under the names, and with the stacks, that its tensors have in memory."""
     specs, read = {}, {}
     for target, made in architecture.match_names(checkpoint).items():
-        specs[target] = made.spec(checkpoint.specs)
+        specs[target] = made.describe(checkpoint.specs)
         read[target] = partial(made.make, checkpoint.__getitem__)
     tied = {n: k for n, k in architecture.tied.items() if n in specs and k in specs}
     return View(checkpoint, specs, read, tied)
@@ -293,14 +293,14 @@ def as_stored(checkpoint: Checkpoint, like: Checkpoint, made: Mapping[str, Made]
     specs: dict[str, TensorSpec] = {}
     read: dict[str, Callable[[], Tensor]] = {}
 
-    def piece(target: str, name: str) -> Tensor:
+    def take_piece(target: str, name: str) -> Tensor:
         return made[target].take(checkpoint[target], name, lambda other: like.specs[other].shape)
 
     for target, spec in checkpoint.specs.items():
         for name in made[target].names if target in made else [target]:
             whole = target not in made or made[target].name is not None
             specs[name] = spec if whole else TensorSpec(like.specs[name].shape, spec.dtype)
-            read[name] = partial(checkpoint.__getitem__, target) if whole else partial(piece, target, name)
+            read[name] = partial(checkpoint.__getitem__, target) if whole else partial(take_piece, target, name)
     stored = {target: one.name or target for target, one in made.items()}
     tied = {stored.get(n, n): stored.get(k, k) for n, k in checkpoint.find_ties().items()}
     view = View(checkpoint, specs, read, tied)
@@ -323,24 +323,24 @@ def as_relaid(
     source = View(checkpoint, checkpoint.specs, {})  # keeps the stack of which pieces are read one by one
     new: dict[str, str] = {}
 
-    def piece(target: str, name: str) -> Tensor:
+    def make_piece(target: str, name: str) -> Tensor:
         whole = own[target].make(source.__getitem__)
         return theirs[target].take(whole, name, lambda other: like[other].shape)
 
     for target, made in own.items():
         if target not in theirs:
             continue
-        wanted, there = made.spec(checkpoint.specs), theirs[target]
+        wanted, there = made.describe(checkpoint.specs), theirs[target]
         same = [len(part) for part in made.sources] == [len(part) for part in there.sources]
         if same and (made.name is None) == (there.name is None):
             new |= zip(made.names, there.names, strict=True)
         elif there.name is not None:
             specs[there.name], read[there.name] = wanted, partial(made.make, checkpoint.__getitem__)
             new |= dict.fromkeys(made.names, "")
-        elif made.name is not None and there.spec(like).shape == wanted.shape:
+        elif made.name is not None and there.describe(like).shape == wanted.shape:
             for name in there.names:
                 specs[name] = TensorSpec(like[name].shape, wanted.dtype)
-                read[name] = partial(piece, target, name)
+                read[name] = partial(make_piece, target, name)
             new[made.name] = ""
     for name, spec in checkpoint.specs.items():
         moved = new.get(name, name)

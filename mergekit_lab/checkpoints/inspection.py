@@ -42,13 +42,13 @@ class Report:
     def works(self) -> bool:
         return not self.problems
 
-    def text(self) -> str:
+    def format_text(self) -> str:
         """The report with problems and verdict, for a terminal."""
         end = [f"PROBLEM: {problem}" for problem in self.problems]
         end += ["The merge would not work." if end else "The merge would work."]
         return "\n".join([*self.lines, *end])
 
-    def section(self, title: str, lines: Iterable[str]) -> None:
+    def add_section(self, title: str, lines: Iterable[str]) -> None:
         """Add a title and the lines below it."""
         self.lines += [title, *(f"  {line}" for line in lines)]
 
@@ -69,7 +69,7 @@ def _describe_sizes(checkpoint: Checkpoint) -> str:
     specs = checkpoint.specs.values()
     dimensions = Counter(len(spec.shape) for spec in specs)
     dtypes = Counter(str(spec.dtype).removeprefix("torch.") for spec in specs)
-    shapes = ", ".join(f"{n} of {d} dimensions" for d, n in sorted(dimensions.items()))
+    shapes = ", ".join(f"{n} {d}-D" for d, n in sorted(dimensions.items()))
     kinds = ", ".join(f"{n} {dtype}" for dtype, n in dtypes.items())
     return f"{len(specs)} tensors ({shapes}), {sum(s.numel for s in specs) / 1e6:,.2f} M entries, {kinds}"
 

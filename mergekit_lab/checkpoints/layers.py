@@ -37,7 +37,7 @@ class LayerName(NamedTuple):
     layer: int
     rest: str
 
-    def at(self, layer: int) -> str:
+    def name_in_layer(self, layer: int) -> str:
         """The name of the same tensor in another layer."""
         return f"{self.stack}.{layer}.{self.rest}"
 
@@ -110,7 +110,10 @@ class _ArrangedLayers(Computed):
                     by_layer.setdefault(parsed.layer, []).append(parsed)
             for layer in range(part.first, part.stop):
                 where |= {
-                    parsed._replace(stack=stack).at(number): (part.model, parsed.at(layer))
+                    parsed._replace(stack=stack).name_in_layer(number): (
+                        part.model,
+                        parsed.name_in_layer(layer),
+                    )
                     for parsed in by_layer[layer]
                 }
                 number += 1

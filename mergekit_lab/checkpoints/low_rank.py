@@ -60,7 +60,7 @@ class LowRankRecord:
 
     stem: ClassVar[str] = "factors"
 
-    def files(self) -> dict[str, str]:
+    def make_files(self) -> dict[str, str]:
         """Files that are stored with the factors."""
         return {RECORD_FILE: json.dumps(asdict(self), indent=1) + "\n"}
 
@@ -170,7 +170,7 @@ class LowRank(Computed):
         factors = {kind: self._factors.get(name + kind) for kind in _KINDS}
         shared, masks, rescalers = (factors[kind] for kind in (SHARED, MASKS, RESCALERS))
         if shared is not None and masks is not None and rescalers is not None:
-            return shared if self._tasks is None else _mask(shared, masks, rescalers, self._tasks[0])
+            return shared if self._tasks is None else _mask_expert(shared, masks, rescalers, self._tasks[0])
         left, right, coordinates = (factors[kind] for kind in (LEFT, RIGHT, COORDINATES))
         if left is not None and right is not None and coordinates is not None:
             left, right, coordinates = (self._choose(x, -1) for x in (left, right, coordinates))
@@ -189,7 +189,7 @@ class LowRank(Computed):
         return torch.cat([shares[t] for t in self._tasks], dim=dim)
 
 
-def _mask(shared: Tensor, masks: Tensor, rescalers: Tensor, task: int) -> Tensor:
+def _mask_expert(shared: Tensor, masks: Tensor, rescalers: Tensor, task: int) -> Tensor:
     """One expert's share of what all share, `[*S]`."""
     bits = torch.from_numpy(numpy.unpackbits(masks[task].cpu().numpy(), count=shared.numel()))
     return shared * bits.to(shared).view(shared.shape) * rescalers[task]

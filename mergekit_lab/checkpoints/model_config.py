@@ -124,11 +124,11 @@ def compare_configs(
     """
     compared = Compared([], [])
     heads = [name for name in base if _HEAD.search(name) and is_merged(name)]
-    labels = next((names for c in (base, *experts.values()) if (names := _label_names(c))), [])
+    labels = next((names for c in (base, *experts.values()) if (names := _name_labels(c))), [])
     for name, expert in experts.items():
         related = 2 * len(base.keys() & expert.keys()) >= len(expert)  # others are refused by their names
         mismatches = _list_mismatches(base, expert) if related else []
-        own = _label_names(expert) if any(head in expert for head in heads) else []
+        own = _name_labels(expert) if any(head in expert for head in heads) else []
         if own and own != labels:
             key = "id2label" if "id2label" in read_config(_find_folder(expert)) else "label_names"
             mismatches.append(Mismatch(key, labels, own, "what a head's rows stand for"))
@@ -279,7 +279,7 @@ def _list_differences(base: Mapping[str, Any], expert: Mapping[str, Any], part: 
     return mismatches
 
 
-def _label_names(checkpoint: Checkpoint) -> list[str]:
+def _name_labels(checkpoint: Checkpoint) -> list[str]:
     """In the order of rows; none where they are transformers' stand-ins."""
     config = read_config(_find_folder(checkpoint))
     labels = config.get("id2label")

@@ -117,14 +117,14 @@ def find_tied_groups(specs: Mapping[str, TensorSpec], size: int | None, tied: bo
     for name, spec in specs.items():
         if spec.shape[:1] == (size,) and spec.dtype.is_floating_point and can_be_vocabulary(name):
             alike.setdefault(spec, []).append(name)
-    groups = [sorted(names, key=_rank) for names in alike.values()]
+    groups = [sorted(names, key=_rank_name) for names in alike.values()]
     if not tied:
         groups = [[name for name in group if _SHARED.search(name)] for group in groups]
         groups = [group for group in groups if group and group[0].endswith("shared.weight")]
     return [group for group in groups if len(group) > 1]
 
 
-def _rank(name: str) -> tuple[int, str]:
+def _rank_name(name: str) -> tuple[int, str]:
     ranks = [rank for rank, part in enumerate(_KEPT_FIRST) if part in name and "embed_out." not in name]
     return (ranks[0] if ranks else len(_KEPT_FIRST), name)
 

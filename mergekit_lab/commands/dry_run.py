@@ -61,10 +61,10 @@ _LAYER = re.compile(r"\.\d+\.")
 def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format: str = "dense") -> Report:
     """Report what the merge would read, do and need, and what prevents it."""
     result = Report()
-    result.section("Inputs", describe_inputs(prepared.origin, prepared.opened))
-    result.section("Base", [*describe_model(prepared.base), *describe_tensors(prepared.base)])
+    result.add_section("Inputs", describe_inputs(prepared.origin, prepared.opened))
+    result.add_section("Base", [*describe_model(prepared.base), *describe_tensors(prepared.base)])
     if prepared.notes:
-        result.section("Adjusted", prepared.notes)
+        result.add_section("Adjusted", prepared.notes)
     result.problems += prepared.problems
     result.problems += _check_output(prepared, out, overwrite)
     for checkpoint in (prepared.base, *prepared.experts.values()):
@@ -88,16 +88,16 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format
         result.problems.append(str(error))
         shards = []
     written = sum(shard.nbytes for shard in shards)
-    result.section(
+    result.add_section(
         "Result",
         [
             f"{len(stored)} tensors in {len(shards)} files, {say_bytes(written)} of disk",
-            f"{len(merged)} tensors are merged by {type(prepared.method).__name__}, {kept} are the base's",
+            f"{len(merged)} tensors are merged by {type(prepared.method).__name__}, {kept} stay the base's",
             *explain_shapes(prepared.method, {n: s.shape for n, s in prepared.base.specs.items()}, set(merged)),
             _describe_room(out, written, result),
         ],
     )
-    result.section(
+    result.add_section(
         "Needs",
         [*_describe_memory(prepared, specs, merged), _describe_seconds(prepared, merged, written, result)],
     )
@@ -201,7 +201,7 @@ def _describe_memory(prepared: Prepared, specs: dict[str, TensorSpec], merged: S
         taken = _estimate_device_memory(prepared, sizes, item, whole) + counters
         device = f"device memory: about {say_bytes(taken)}"
     return [
-        f"host memory: at most {say_bytes(held)} above start-up (files that are mapped not counted)",
+        f"host memory: at most {say_bytes(held)} above start-up, without mapped files",
         device,
     ]
 

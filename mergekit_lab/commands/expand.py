@@ -89,7 +89,7 @@ def expand(
         with ShardedWriter(made, specs, limit, stem) as writer:
             for name in track(specs, f"expanding into {out.name}", disable=not progress, transient=True):
                 writer.write(name, model[name])
-        planned |= write_files({**beside, **card.files()}, made)
+        planned |= write_files({**beside, **card.make_files()}, made)
     return out
 
 
@@ -100,7 +100,7 @@ def _make_card(folder: Path, title: str, model: LowRank, tasks: Sequence[str] | 
     note = f"expanded from low-rank factors at coefficient {model.coefficient:g}: the shares of {shares}"
     try:
         card = Card(**{**record, "title": title, "notes": [*record["notes"], note]})
-        card.text()
+        card.format_text()
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{folder / RECORD} is not what a merge writes ({error!r})") from None
     return card

@@ -249,6 +249,6 @@ def _print_report(prepared: Prepared, out: Path | None, overwrite: bool, format:
     from mergekit_lab.commands.dry_run import report
 
     result = report(prepared, out, overwrite, format)
-    print(result.text())
+    print(result.format_text())
     if not result.works:
         raise InputError("the merge would not work: see the problems above")

@@ -30,6 +30,7 @@ from mergekit_lab.checkpoints import (
     find_source,
     list_computed_buffers,
     open_checkpoint,
+    parse_hub_id,
     read_tokens,
     reconcile,
     untie,
@@ -283,8 +284,9 @@ def _doubt_base(name: str, wanted: str, base: Checkpoint) -> list[str]:
     mine = [called for each in known if (called := _strip_path(each))]
     if not _strip_path(wanted) or not mine or _strip_path(wanted) in mine:
         return []
+    called = wanted if parse_hub_id(wanted) else Path(wanted).name
     return [
-        f"warning: the adapter {name} was trained on {wanted!r}, and the base is called {mine[0]!r}: are they "
+        f"warning: the adapter {name} was trained on {called!r}, and the base is called {mine[0]!r}: are they "
         "the same weights?"
     ]
 

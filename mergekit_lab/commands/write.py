@@ -115,8 +115,8 @@ def _write_model(
                 for name in written:
                     bar.advance(task, work[name])
         if format != "dense":
-            beside |= _make_low_rank_record(prepared).files()
-        beside |= _make_card(prepared, out.name, format, account=_summarize_notes(notes), **told).files()
+            beside |= _make_low_rank_record(prepared).make_files()
+        beside |= _make_card(prepared, out.name, format, account=_summarize_notes(notes), **told).make_files()
         planned |= write_files(beside, folder)
 
 
@@ -143,16 +143,15 @@ def _write_adapter(
             transposed=merge.transposed, dtype=kind,
         )  # fmt: skip
         account = [*merge.describe(), *_summarize_notes(notes)]
-        beside |= _make_card(prepared, out.name, "adapter", account=account, **told).files()
+        beside |= _make_card(prepared, out.name, "adapter", account=account, **told).make_files()
         planned |= write_files(beside, folder)
 
 
 def _name_base(prepared: Prepared) -> str:
-    """What an adapter calls its base: what all experts' adapters do, or the base's id on the hub."""
+    """What an adapter calls its base: the hub id of all experts' adapters, or the base's; no local path."""
     names = {folded.info.base_name for e in prepared.experts.values() if (folded := find_adapter(e))}
-    if len(names) == 1:
-        return names.pop()
-    return prepared.base_source.split("@")[0] if parse_hub_id(prepared.base_source) else ""
+    name = names.pop() if len(names) == 1 else prepared.base_source
+    return name.split("@")[0] if parse_hub_id(name) else ""
 
 
 def _collect_arguments(prepared: Prepared) -> dict[str, Any]:

@@ -183,14 +183,14 @@ def trace(product: Product, like: Tensor, *, products: int = 30, seed: int = 0) 
     third = products // 3
     generator = torch.Generator().manual_seed(seed)
 
-    def signs(count: int) -> Tensor:
+    def draw_signs(count: int) -> Tensor:
         drawn = torch.randint(0, 2, (count, len(like)), generator=generator, dtype=torch.int8)
         return (2 * drawn - 1).to(like)
 
-    sketch = torch.stack([product(s) for s in signs(third)])
+    sketch = torch.stack([product(s) for s in draw_signs(third)])
     basis = torch.linalg.qr(sketch.T)[0]
     exact = sum(float(q @ product(q)) for q in basis.T)
-    rest = signs(third)
+    rest = draw_signs(third)
     rest = rest - (rest @ basis) @ basis.T
     estimates = torch.tensor([float(g @ product(g)) for g in rest], dtype=torch.float64)
     products = 2 * third + basis.shape[1]

@@ -51,9 +51,9 @@ class Recorder(TorchFunctionMode):
                     self.tape.mark_flattened(out)
             return out
         if not batched:
-            return self._from_parameters(func, args, kwargs, sources)
+            return self._compute_from_parameters(func, args, kwargs, sources)
         if func in _OUT_OF_PLACE:
-            return self._in_place(_OUT_OF_PLACE[func], args, kwargs)
+            return self._write_in_place(_OUT_OF_PLACE[func], args, kwargs)
         name = getattr(func, "__name__", "")
         in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         self.tape.require(not in_place, *sources)
@@ -72,7 +72,7 @@ class Recorder(TorchFunctionMode):
         self.tape.mark(out)
         return out
 
-    def _in_place(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    def _write_in_place(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """The result of `func`, written over its first argument."""
         target: Tensor = args[0]
         self.tape.require(not self.tape.is_source(target), *args)
@@ -87,15 +87,15 @@ class Recorder(TorchFunctionMode):
             return value
         return self.tape.separate(value, (value, Ready))
 
-    def _from_parameters(
+    def _compute_from_parameters(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], sources: Sequence[Tensor]
     ) -> Any:
         """A result that depends on no sample is a source, unless it is what gives each sample its copy."""
         out = func(*args, **kwargs)
         if func is Tensor.expand and self._is_copied(args[0], out):
             source = args[0]
-            return self.tape.separate(out, (source, lambda g: Ready(_as_shape(g[:, None], source.shape))))
-        names = self.tape.names(*sources)
+            return self.tape.separate(out, (source, lambda g: Ready(_to_shape(g[:, None], source.shape))))
+        names = self.tape.list_names(*sources)
         for tensor in find_tensors(out):
             if tensor.requires_grad and not self.tape.is_source(tensor):
                 self.tape.add_source(tensor, names)
@@ -110,7 +110,7 @@ class Recorder(TorchFunctionMode):
         return source.dim() == 1 and out.dim() == 3 and out.shape[1] == 1
 
 
-def _as_shape(gradients: Tensor, shape: Sequence[int]) -> Tensor:
+def _to_shape(gradients: Tensor, shape: Sequence[int]) -> Tensor:
     """`[N, *T]` summed over the dimensions in which `*shape` was expanded to `*T`: `[N, *shape]`."""
     new = gradients.dim() - 1 - len(shape)
     gradients = gradients.sum(dim=list(range(1, 1 + new))) if new else gradients

@@ -18,7 +18,7 @@ from mergekit_lab.curvature.uses import Convolution, Local, Lookup, MatrixProduc
 BROADCASTING = {Tensor.__add__, Tensor.add, torch.add, Tensor.__mul__, Tensor.mul, torch.mul}
 
 
-def _linear(tape: Tape, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _record_linear(tape: Tape, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     tape.require(tape.has_rows(input) and not tape.is_batched(weight), input, weight, bias)
     return _record_product(
         tape, functional.linear(input, tape.detach(weight), tape.detach(bias)), input, weight, bias
@@ -46,15 +46,15 @@ def _record_product(
     a = input.detach()
     out = tape.watch(
         out,
-        (weight, lambda g: MatrixProduct(tape.rows(a), tape.rows(g), flipped)),
-        (bias, lambda g: Ready(tape.rows(g).sum(dim=1))),
+        (weight, lambda g: MatrixProduct(tape.view_rows(a), tape.view_rows(g), flipped)),
+        (bias, lambda g: Ready(tape.view_rows(g).sum(dim=1))),
     )
     if not tape.is_aligned(input):
         out._flattened = True  # type: ignore[attr-defined]
     return out
 
 
-def _embedding(
+def _record_embedding(
     tape: Tape, input: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **named: Any
 ) -> Tensor:
     tape.require(tape.is_aligned(input), weight)
@@ -71,7 +71,7 @@ def _embedding(
     return tape.watch(out, (weight, use))
 
 
-def _conv2d(
+def _record_conv2d(
     tape: Tape,
     input: Tensor,
     weight: Tensor,
@@ -93,7 +93,7 @@ def _conv2d(
     )
 
 
-def _layer_norm(
+def _record_layer_norm(
     tape: Tape,
     input: Tensor,
     normalized_shape: Any,
@@ -112,7 +112,7 @@ def _layer_norm(
     )
 
 
-def _rms_norm(
+def _record_rms_norm(
     tape: Tape,
     input: Tensor,
     normalized_shape: Any,
@@ -131,7 +131,7 @@ def _rms_norm(
 def make_local_rule(func: Any) -> Callable[..., Tensor]:
     """The rule for every function without one: its own derivative, sample by sample, in one batched call."""
 
-    def rule(tape: Tape, *args: Any, **kwargs: Any) -> Tensor:
+    def record(tape: Tape, *args: Any, **kwargs: Any) -> Tensor:
         tensors = find_tensors(*args, *kwargs.values())
         sources = list({id(t): t for t in tensors if tape.is_source(t)}.values())
         batched = list({id(t): t for t in tensors if tape.is_batched(t)}.values())
@@ -140,7 +140,7 @@ def make_local_rule(func: Any) -> Callable[..., Tensor]:
         tape.require(_is_per_sample(tape, func, args, kwargs, out, batched), *sources)
 
         def use(source: Tensor) -> Callable[[Tensor], Use]:
-            def function(s: Tensor, *samples: Tensor) -> Tensor:
+            def compute(s: Tensor, *samples: Tensor) -> Tensor:
                 given = {id(t): x for t, x in zip(batched, samples, strict=True)} | {id(source): s}
 
                 def put(value: Any) -> Any:
@@ -150,11 +150,11 @@ def make_local_rule(func: Any) -> Callable[..., Tensor]:
                 return result
 
             plain = [t.detach() for t in batched]
-            return lambda g: Local(function, source.detach(), plain, g)
+            return lambda g: Local(compute, source.detach(), plain, g)
 
         return tape.watch(out, *((source, use(source)) for source in sources))
 
-    return rule
+    return record
 
 
 def _is_per_sample(
@@ -166,26 +166,26 @@ def _is_per_sample(
     if func in BROADCASTING and out.dim() == max(t.dim() for t in batched):
         return True
 
-    def first(value: Any) -> Any:
+    def take_first(value: Any) -> Any:
         return value[:1] if any(value is t for t in batched) else tape.detach(value)
 
     try:
-        one = func(*_replace(args, first), **_replace(kwargs, first))
+        one = func(*_replace(args, take_first), **_replace(kwargs, take_first))
         return one.shape == out[:1].shape and torch.allclose(one, out[:1], rtol=1e-3, atol=1e-5)
     except (RuntimeError, TypeError, IndexError):
         return False
 
 
 RULES: dict[Any, Callable[..., Tensor]] = {
-    functional.linear: _linear,
+    functional.linear: _record_linear,
     torch.addmm: _addmm,
     torch.matmul: _matmul,
     Tensor.matmul: _matmul,
     Tensor.__matmul__: _matmul,
-    functional.embedding: _embedding,
-    functional.conv2d: _conv2d,
-    functional.layer_norm: _layer_norm,
-    functional.rms_norm: _rms_norm,
+    functional.embedding: _record_embedding,
+    functional.conv2d: _record_conv2d,
+    functional.layer_norm: _record_layer_norm,
+    functional.rms_norm: _record_rms_norm,
 }
 
 

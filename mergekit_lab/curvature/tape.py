@@ -65,7 +65,7 @@ class Tape:
     def is_parameter(self, value: Any) -> bool:
         return id(value) in self._own
 
-    def names(self, *sources: Any) -> tuple[str, ...]:
+    def list_names(self, *sources: Any) -> tuple[str, ...]:
         """The parameters that sources are, or were computed from."""
         known = (self._sources[id(s)][1] for s in sources if self.is_source(s))
         return tuple(dict.fromkeys(name for names in known for name in names))
@@ -81,7 +81,7 @@ class Tape:
         """Whether dimension 0 is the samples."""
         return self.is_batched(value) and value.dim() > 0 and len(value) == self.samples
 
-    def rows(self, tensor: Tensor) -> Tensor:
+    def view_rows(self, tensor: Tensor) -> Tensor:
         """`[N, …, d]`, or `[N·L, d]` that was made of it, as `[N, L, d]`."""
         return tensor.reshape(self.samples, -1, tensor.shape[-1])
 
@@ -100,7 +100,7 @@ class Tape:
         """Give up on these sources unless `ok`."""
         if not ok:
             assert any(self.is_source(s) for s in sources)
-            raise NoRule(self.names(*sources))
+            raise NoRule(self.list_names(*sources))
 
     def watch(self, out: Tensor, *uses: tuple[Any, Callable[[Tensor], Use]]) -> Tensor:
         """`out`, with a hook that makes each source's use of the gradient that arrives there."""
@@ -142,9 +142,9 @@ class Tape:
         step = max(1, (CACHE if total.device.type == "cpu" else BUDGET) // max(1, total.numel()))
         for start in range(0, self.samples, step):
             stop = min(start + step, self.samples)
-            gradients = uses[0].gradients(start, stop, total.dtype)
+            gradients = uses[0].compute_gradients(start, stop, total.dtype)
             for use in uses[1:]:
-                gradients = gradients + use.gradients(start, stop, total.dtype)
+                gradients = gradients + use.compute_gradients(start, stop, total.dtype)
             if gradients.is_cuda:
                 norms = torch.linalg.vector_norm(gradients, dim=0)  # one pass, which CPUs do slowly
                 total.addcmul_(norms, norms)

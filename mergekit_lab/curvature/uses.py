@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 class Use:
     """One use of a parameter."""
 
-    def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    def compute_gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """The gradients of samples `start … stop−1`, `[n, *S]`."""
         raise NotImplementedError
 
@@ -36,7 +36,7 @@ class Ready(Use):
 
     values: Tensor
 
-    def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    def compute_gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         return self.values[start:stop].to(dtype)
 
 
@@ -58,7 +58,7 @@ class MatrixProduct(Use):
         a, g = self.a[start:stop].to(dtype), self.g[start:stop].to(dtype)
         return (a, g) if self.flipped else (g, a)
 
-    def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    def compute_gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         rows, columns = self._fold_sides(start, stop, dtype)
         return torch.bmm(rows.mT, columns)
 
@@ -86,7 +86,7 @@ class Convolution(Use):
     shape: torch.Size
     options: dict[str, Any]
 
-    def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    def compute_gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         gradients = torch.bmm(
             self.g[start:stop].to(dtype).flatten(2), self._cut_patches(self.x[start:stop].to(dtype))
         )
@@ -115,7 +115,7 @@ class Lookup(Use):
     g: Tensor
     rows: int
 
-    def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    def compute_gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         count, width = stop - start, self.g.shape[-1]
         out = self.g.new_zeros(count * self.rows, width, dtype=dtype)
         out.index_add_(0, self._find_positions(start, stop), self.g[start:stop].to(dtype).flatten(0, 1))
@@ -149,14 +149,14 @@ class Local(Use):
     batched: Sequence[Tensor]
     g: Tensor
 
-    def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        def one(g: Tensor, *tensors: Tensor) -> Tensor:
+    def compute_gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        def compute_one(g: Tensor, *tensors: Tensor) -> Tensor:
             pull = vjp(lambda s: self.function(s, *(t[None] for t in tensors)), self.source)[1]
             gradient: Tensor = pull(g[None])[0]
             return gradient
 
         with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no rule for vmap
-            gradients: Tensor = vmap(one)(self.g[start:stop], *(t[start:stop] for t in self.batched))
+            gradients: Tensor = vmap(compute_one)(self.g[start:stop], *(t[start:stop] for t in self.batched))
         return gradients.to(dtype)
 
 
@@ -174,8 +174,8 @@ class Derived(Use):
     computed: Tensor
     parameter: Tensor
 
-    def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        arrived = self.use.gradients(start, stop, self.computed.dtype)
+    def compute_gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        arrived = self.use.compute_gradients(start, stop, self.computed.dtype)
         if arrived.dim() == self.computed.dim():
             return torch.stack([self._differentiate_one(n, g) for n, g in enumerate(arrived, start)]).to(dtype)
         (gradients,) = torch.autograd.grad(

@@ -6,7 +6,7 @@ step. Every method has a file. `docs/optimizers.md` shows how to add one.
 """
 
 from mergekit_lab.optim.asam import ASAM
-from mergekit_lab.optim.checks import gradient_evaluations, refuse_accumulation
+from mergekit_lab.optim.checks import count_gradient_evaluations, refuse_accumulation
 from mergekit_lab.optim.fit import OffsetFit, fit_offset
 from mergekit_lab.optim.friendly_sam import FriendlySAM
 from mergekit_lab.optim.mergopt import MergOPT
@@ -31,7 +31,7 @@ __all__ = [
     "FriendlySAM",
     "MergOPT",
     "OffsetFit",
+    "count_gradient_evaluations",
     "fit_offset",
-    "gradient_evaluations",
     "refuse_accumulation",
 ]

@@ -24,13 +24,13 @@ from torch import Tensor
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.ascent import AscentOptimizer
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, combine, scale
-from mergekit_lab.optim.sharded import global_norm
+from mergekit_lab.optim.sharded import compute_global_norm
 from mergekit_lab.ranges import require_choice
 
 ADDED_TO_NORM = {"samsung": 1e-16, "saft": 1e-12, "printed": 1e-12}
 
 
-def asam_perturbation(
+def compute_asam_perturbation(
     params: list[Tensor],
     grads: list[Tensor],
     rho: Setting,
@@ -62,7 +62,7 @@ def asam_perturbation(
             if not chosen:
                 t.fill_(1)
     scaled = list(torch._foreach_mul(grads, sizes))
-    norm = global_norm(grads if scaling == "printed" else scaled) + ADDED_TO_NORM[scaling]
+    norm = compute_global_norm(grads if scaling == "printed" else scaled) + ADDED_TO_NORM[scaling]
     scaled = scale(scaled, combine(lambda each: each / norm, rho))
     torch._foreach_mul_(scaled, sizes)
     return scaled
@@ -113,13 +113,13 @@ class ASAM(AscentOptimizer):
                 "pass model.named_parameters() instead of model.parameters(), or take scaling='saft'"
             )
 
-    def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    def compute_perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         names = self.names
-        return asam_perturbation(
+        return compute_asam_perturbation(
             params,
             grads,
-            self.setting("rho", params, signed=True),
+            self.read_setting("rho", params, signed=True),
             scaling=self.scaling,
-            eta=self.setting("eta", params),
+            eta=self.read_setting("eta", params),
             is_weight=["weight" in names.get(p, "") for p in params],
         )

@@ -66,9 +66,9 @@ class AscentOptimizer(WrappedOptimizer):
     @property
     def perturbs(self) -> bool:
         """Whether the step perturbs the weights. If not, it is the base optimizer's."""
-        return any(rho > 0 for rho in self.group_values("rho"))
+        return any(rho > 0 for rho in self.list_values("rho"))
 
-    def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> Sequence[Tensor]:
+    def compute_perturbation(self, params: list[Tensor], grads: list[Tensor]) -> Sequence[Tensor]:
         """The perturbation to add to `params` for the second evaluation.
 
         Args:
@@ -77,7 +77,7 @@ class AscentOptimizer(WrappedOptimizer):
         Returns:
             One tensor per parameter, same order and shapes.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define perturbation(params, grads)")
+        raise NotImplementedError(f"{type(self).__name__} must define compute_perturbation(params, grads)")
 
     def mix(self, params: list[Tensor], first: list[Tensor], second: list[Tensor]) -> Sequence[Tensor]:
         """The gradient for the base. A class that overrides this keeps the first gradients in memory.
@@ -128,7 +128,7 @@ class AscentOptimizer(WrappedOptimizer):
         first: dict[Tensor, Tensor] = {}
         if type(self).mix is not AscentOptimizer.mix:
             first.update(zip(params, (g.clone() for g in grads), strict=True))  # DDP may reuse their memory
-        shift = self.perturbation(params, grads)
+        shift = self.compute_perturbation(params, grads)
         self.theta.save(params)
         torch._foreach_add_(params, list(shift))
         return first

@@ -65,7 +65,7 @@ def fit_offset(deltas: Iterable[Any] | Mapping[str, Any], distribution: str = "l
     require_choice("distribution", distribution, DISTRIBUTIONS)
     counts = torch.zeros(_BINS, dtype=torch.int64)
     for values in _flatten(deltas, ""):
-        counts += torch.bincount(_to_order(values) >> _LOW_BITS, minlength=_BINS).cpu()
+        counts += torch.bincount(_encode_order(values) >> _LOW_BITS, minlength=_BINS).cpu()
     entries = int(counts.sum())
     if entries == 0:
         raise InputError("there are no entries to fit: are the task vectors empty, or of integers?")
@@ -122,13 +122,13 @@ def _flatten(deltas: Any, name: str) -> Iterator[Tensor]:
         )
 
 
-def _to_order(values: Tensor) -> Tensor:
+def _encode_order(values: Tensor) -> Tensor:
     """Whole numbers in [0, 2³²) in the order of the float32 `values`: their bits, negative ones mirrored."""
     bits = values.view(torch.int32).long()
     return torch.where(bits < 0, -bits - 1, bits + _SIGN)
 
 
-def _from_order(ordered: Tensor) -> Tensor:
+def _decode_order(ordered: Tensor) -> Tensor:
     """The float32 values that `_to_order` maps to these numbers."""
     bits = torch.where(ordered < _SIGN, -ordered - 1, ordered - _SIGN)
     return bits.to(torch.int32).view(torch.float32)
@@ -142,11 +142,11 @@ def _find_median(deltas: Any, counts: Tensor, entries: int) -> float:
     rest = position - (int(below[leading - 1]) if leading else 0)
     low = torch.zeros(2**_LOW_BITS, dtype=torch.int64)
     for values in _flatten(deltas, ""):
-        ordered = _to_order(values)
+        ordered = _encode_order(values)
         inside = ordered[ordered >> _LOW_BITS == leading] % 2**_LOW_BITS
         low += torch.bincount(inside, minlength=2**_LOW_BITS).cpu()
     trailing = int(torch.searchsorted(low.cumsum(0), rest, right=True))
-    return float(_from_order(torch.tensor([(leading << _LOW_BITS) + trailing])))
+    return float(_decode_order(torch.tensor([(leading << _LOW_BITS) + trailing])))
 
 
 def _measure_distance(counts: Tensor, entries: int, distribution: str, loc: float, scale: float) -> float:
@@ -156,9 +156,9 @@ def _measure_distance(counts: Tensor, entries: int, distribution: str, loc: floa
     used = counts.nonzero().flatten()
     after = counts[used].cumsum(0).double() / entries
     before = torch.cat([after.new_zeros(1), after[:-1]])
-    lower = _evaluate_cdf(_from_order(used << _LOW_BITS).double(), distribution, loc, scale)
+    lower = _evaluate_cdf(_decode_order(used << _LOW_BITS).double(), distribution, loc, scale)
     upper = _evaluate_cdf(
-        _from_order((used << _LOW_BITS) + 2**_LOW_BITS - 1).double(), distribution, loc, scale
+        _decode_order((used << _LOW_BITS) + 2**_LOW_BITS - 1).double(), distribution, loc, scale
     )
     return float(torch.maximum((lower - before).abs(), (upper - after).abs()).max())
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from mergekit_lab.optim.ascent import AscentOptimizer
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, combine, lerp_
 from mergekit_lab.optim.precision import widen
-from mergekit_lab.optim.sam import sam_perturbation
+from mergekit_lab.optim.sam import compute_sam_perturbation
 
 
 def remove_mean(grads: list[Tensor], mean: list[Tensor], sigma: Setting) -> list[Tensor]:
@@ -64,12 +64,12 @@ class FriendlySAM(AscentOptimizer):
         self.require_number("sigma")
         self.require_number("lmbda", least=0, most=1)
 
-    def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    def compute_perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         grads = widen(grads)
         means = [
             self.mean[p] if p in self.mean else torch.zeros_like(g) for p, g in zip(params, grads, strict=True)
         ]
-        direction = remove_mean(grads, means, self.setting("sigma", params))
-        lerp_(means, grads, combine(lambda past: 1 - past, self.setting("lmbda", params)))
+        direction = remove_mean(grads, means, self.read_setting("sigma", params))
+        lerp_(means, grads, combine(lambda past: 1 - past, self.read_setting("lmbda", params)))
         self.mean.update({p: g.clone() for p, g in zip(params, grads, strict=True) if p not in self.mean})
-        return sam_perturbation(direction, self.setting("rho", params, signed=True))
+        return compute_sam_perturbation(direction, self.read_setting("rho", params, signed=True))

@@ -37,10 +37,15 @@ def _move(  # type: ignore[no-untyped-def]
     low, high = quad.to(tl.uint32), (quad >> 32).to(tl.uint32)
     one, two, three, four = tl.philox(tl.load(seed), low, high, low * 0, low * 0)
     if LAPLACE:
-        one, two, three, four = _laplace(one), _laplace(two), _laplace(three), _laplace(four)
+        one, two, three, four = (
+            _make_laplace(one),
+            _make_laplace(two),
+            _make_laplace(three),
+            _make_laplace(four),
+        )
     else:
-        one, two = _normal(one, two)
-        three, four = _normal(three, four)
+        one, two = _make_normal(one, two)
+        three, four = _make_normal(three, four)
     draws = tl.reshape(tl.join(tl.join(one, three), tl.join(two, four)), [BLOCK])
     entry = tl.arange(0, BLOCK)
     there = (entry >= start) & (entry < stop)
@@ -51,14 +56,14 @@ def _move(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _laplace(bits):  # type: ignore[no-untyped-def]
+def _make_laplace(bits):  # type: ignore[no-untyped-def]
     """Mean 0 and mean absolute deviation 1, from 32 bits: one is the sign, 31 an exponential draw."""
     size = -tl.log(((bits >> 1).to(tl.float32) + 0.5) * (1.0 / 2147483648.0))
     return tl.where((bits & 1) == 1, size, -size)
 
 
 @triton.jit
-def _normal(bits, others):  # type: ignore[no-untyped-def]
+def _make_normal(bits, others):  # type: ignore[no-untyped-def]
     return tl.pair_uniform_to_normal(tl.uint_to_uniform_float(bits), tl.uint_to_uniform_float(others))
 
 

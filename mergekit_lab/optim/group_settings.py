@@ -43,7 +43,7 @@ class GroupSettings(Optimizer):
                     f"groups (a group may set {may}): pass it to {name} itself"
                 )
 
-    def group_values(self, name: str) -> list[Any]:
+    def list_values(self, name: str) -> list[Any]:
         """A setting's value in each group: the group's, or else this optimizer's."""
         common: Any = getattr(self, name)
         if name in self.base.defaults or name not in self.group_settings:
@@ -54,11 +54,11 @@ class GroupSettings(Optimizer):
         """Raise `InputError` unless a setting is a number in range in every group."""
         common = getattr(self, name)
         require_number(name, common, least, most)
-        for number, value in enumerate(self.group_values(name)):
+        for number, value in enumerate(self.list_values(name)):
             if value is not common:
                 require_number(f"{name} of group {number}", value, least, most)
 
-    def setting(self, name: str, params: Sequence[Tensor], *, signed: bool = False) -> Setting:
+    def read_setting(self, name: str, params: Sequence[Tensor], *, signed: bool = False) -> Setting:
         """A setting of `params`: one number, or a list with one per parameter if groups differ.
 
         Args:
@@ -66,7 +66,7 @@ class GroupSettings(Optimizer):
             params: parameters whose setting is read.
             signed: negate it if the base maximizes the loss, so that an ascent becomes a descent.
         """
-        values = self.group_values(name)
+        values = self.list_values(name)
         if signed:
             groups = zip(self.param_groups, values, strict=True)
             values = [-value if group.get("maximize") else value for group, value in groups]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mergekit_lab.optim.ascent import AscentOptimizer
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, lerp_
-from mergekit_lab.optim.sam import sam_perturbation
+from mergekit_lab.optim.sam import compute_sam_perturbation
 
 
 def interpolate(first: list[Tensor], second: list[Tensor], alpha: Setting) -> list[Tensor]:
@@ -54,10 +54,10 @@ class PGN(AscentOptimizer):
 
     @property
     def perturbs(self) -> bool:
-        return super().perturbs and any(alpha > 0 for alpha in self.group_values("alpha"))
+        return super().perturbs and any(alpha > 0 for alpha in self.list_values("alpha"))
 
-    def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-        return sam_perturbation(grads, self.setting("rho", params, signed=True))
+    def compute_perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        return compute_sam_perturbation(grads, self.read_setting("rho", params, signed=True))
 
     def mix(self, params: list[Tensor], first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
-        return interpolate(first, second, self.setting("alpha", params))
+        return interpolate(first, second, self.read_setting("alpha", params))

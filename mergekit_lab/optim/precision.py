@@ -14,7 +14,7 @@ def widen(tensors: list[Tensor]) -> list[Tensor]:
     return [t.to(widen_dtype(t)) for t in tensors]
 
 
-def like_parameter(state: Tensor, parameter: Tensor) -> Tensor:
+def move_to_parameter(state: Tensor, parameter: Tensor) -> Tensor:
     """Move a saved tensor to its parameter's device and, if floating, to its wide dtype."""
     dtype = widen_dtype(parameter) if state.is_floating_point() else state.dtype
     return state.to(parameter.device, dtype)

@@ -15,12 +15,12 @@ from torch import Tensor
 from mergekit_lab.optim.ascent import AscentOptimizer
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, combine, scale
 from mergekit_lab.optim.pgn import interpolate
-from mergekit_lab.optim.sharded import global_norm
+from mergekit_lab.optim.sharded import compute_global_norm
 
 
-def sagm_perturbation(grads: list[Tensor], rho: Setting, alpha: Setting) -> list[Tensor]:
+def compute_sagm_perturbation(grads: list[Tensor], rho: Setting, alpha: Setting) -> list[Tensor]:
     """e = (ρ / (‖g‖ + 1e-12) − α) g, ‖g‖ over all tensors together; zero gradients give e = 0."""
-    norm = global_norm(grads) + 1e-12
+    norm = compute_global_norm(grads) + 1e-12
     return scale(grads, combine(lambda radius, length: radius / norm - length, rho, alpha))
 
 
@@ -56,11 +56,11 @@ class SAGM(AscentOptimizer):
 
     @property
     def perturbs(self) -> bool:
-        return super().perturbs or any(alpha > 0 for alpha in self.group_values("alpha"))
+        return super().perturbs or any(alpha > 0 for alpha in self.list_values("alpha"))
 
-    def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-        rho, alpha = (self.setting(name, params, signed=True) for name in ("rho", "alpha"))
-        return sagm_perturbation(grads, rho, alpha)
+    def compute_perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        rho, alpha = (self.read_setting(name, params, signed=True) for name in ("rho", "alpha"))
+        return compute_sagm_perturbation(grads, rho, alpha)
 
     def mix(self, params: list[Tensor], first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
         return interpolate(first, second, 0.5)

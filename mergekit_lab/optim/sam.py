@@ -15,10 +15,10 @@ from torch import Tensor
 
 from mergekit_lab.optim.ascent import AscentOptimizer
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, combine, scale
-from mergekit_lab.optim.sharded import global_norm
+from mergekit_lab.optim.sharded import compute_global_norm
 
 
-def sam_perturbation(grads: Sequence[Tensor], rho: Setting) -> list[Tensor]:
+def compute_sam_perturbation(grads: Sequence[Tensor], rho: Setting) -> list[Tensor]:
     """e = ρ g / (‖g‖ + 1e-12), ‖g‖ over all tensors together; zero gradients give e = 0.
 
     Args:
@@ -29,7 +29,7 @@ def sam_perturbation(grads: Sequence[Tensor], rho: Setting) -> list[Tensor]:
     Returns:
         One tensor per gradient, same shapes; ‖e‖ = |ρ|.
     """
-    norm = global_norm(grads) + 1e-12
+    norm = compute_global_norm(grads) + 1e-12
     return scale(grads, combine(lambda each: each / norm, rho))
 
 
@@ -69,5 +69,5 @@ class SAM(AscentOptimizer):
     ) -> None:
         super().__init__(named_parameters, base, rho, ascent_fraction, sync_ascent)
 
-    def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-        return sam_perturbation(grads, self.setting("rho", params, signed=True))
+    def compute_perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        return compute_sam_perturbation(grads, self.read_setting("rho", params, signed=True))

@@ -80,7 +80,7 @@ def find_first_entry(tensor: Tensor) -> int | None:
     return int(first * (of.numel() // max(1, of.shape[0])))
 
 
-def global_norm(tensors: Sequence[Tensor]) -> Any:
+def compute_global_norm(tensors: Sequence[Tensor]) -> Any:
     """The L2 norm over all entries of all `tensors` together (any shapes, devices and floating dtypes).
 
     Low precisions are accumulated in float32, because squares of ordinary gradients underflow in float16.

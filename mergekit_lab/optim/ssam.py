@@ -30,7 +30,7 @@ from mergekit_lab.optim.ascent import AscentOptimizer
 from mergekit_lab.optim.noise import hash_bits, sample
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
 from mergekit_lab.optim.precision import widen
-from mergekit_lab.optim.sam import sam_perturbation
+from mergekit_lab.optim.sam import compute_sam_perturbation
 from mergekit_lab.ranges import require_number, require_whole
 
 
@@ -83,7 +83,7 @@ class SparseAscent(AscentOptimizer):
 
     def perturb_masked(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         """SAM's perturbation inside the mask, 0 outside."""
-        shift = sam_perturbation(widen(grads), self.setting("rho", params, signed=True))
+        shift = compute_sam_perturbation(widen(grads), self.read_setting("rho", params, signed=True))
         torch._foreach_mul_(shift, [self.mask[p].to(e.dtype) for p, e in zip(params, shift, strict=True)])
         return shift
 
@@ -156,7 +156,7 @@ class SSAMF(SparseAscent):
         self.squares.clear()
         self._renew(list(names), [fisher[n].to(p.device).float() for p, n in names.items()])
 
-    def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    def compute_perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         if not self.external_fisher:
             self._estimate(params, widen(grads))
         self.steps_done += 1
@@ -219,7 +219,7 @@ class SSAMD(SparseAscent):
         require_number("drop_rate", self.drop_rate, least=0, most=1)
         require_whole("seed", self.seed)
 
-    def perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    def compute_perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         if any(p not in self.mask for p in params):
             scores = self._draw_like(params, "mask")
             self.set_mask(

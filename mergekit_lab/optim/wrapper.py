@@ -20,7 +20,7 @@ from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.optim.capturable import ReplayState
 from mergekit_lab.optim.group_settings import GroupSettings
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, build, describe, split_names
-from mergekit_lab.optim.precision import like_parameter
+from mergekit_lab.optim.precision import move_to_parameter
 from mergekit_lab.optim.saved_weights import SavedWeights
 from mergekit_lab.optim.sharded import is_distributed, is_sharded, take_part
 
@@ -290,7 +290,7 @@ class WrappedOptimizer(GroupSettings):
             self.zero_grad()
         torch.clear_autocast_cache()  # autocast around the whole step would reuse the weights it cast before
         with ExitStack() as around:
-            around.enter_context(self._number(index, fraction))
+            around.enter_context(self._number_evaluation(index, fraction))
             if index > 0:
                 around.enter_context(self._keep_statistics())
             if not sync:
@@ -302,7 +302,7 @@ class WrappedOptimizer(GroupSettings):
         return loss.detach().clone() if isinstance(loss, Tensor) else loss
 
     @contextmanager
-    def _number(self, index: int, fraction: float) -> Iterator[None]:
+    def _number_evaluation(self, index: int, fraction: float) -> Iterator[None]:
         self.evaluation, self.batch_fraction = index, fraction
         try:
             yield
@@ -393,7 +393,7 @@ class WrappedOptimizer(GroupSettings):
             by_parameter = getattr(self, name)
             by_parameter.clear()
             for i, t in own[name].items():
-                by_parameter[parameters[i]] = like_parameter(t.detach().clone(), parameters[i])
+                by_parameter[parameters[i]] = move_to_parameter(t.detach().clone(), parameters[i])
         self.validate()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)

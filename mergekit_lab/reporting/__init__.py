@@ -4,7 +4,7 @@ Importing this loads neither rich, matplotlib nor wandb.
 """
 
 from mergekit_lab.reporting.checks import find_warnings
-from mergekit_lab.reporting.cross_table import cross_tabulate, parse_table
+from mergekit_lab.reporting.cross_table import parse_table, tabulate_across
 from mergekit_lab.reporting.origin import Origin
 from mergekit_lab.reporting.published import Beside, read_published, set_beside
 from mergekit_lab.reporting.records import (
@@ -12,8 +12,8 @@ from mergekit_lab.reporting.records import (
     Record,
     Timing,
     deduplicate,
-    printable,
     read_records,
+    strip_controls,
     write_records,
 )
 from mergekit_lab.reporting.report import ReportPaths, compare, write_cross_table, write_report
@@ -38,15 +38,15 @@ __all__ = [
     "WandbTracker",
     "build_table",
     "compare",
-    "cross_tabulate",
     "deduplicate",
     "find_warnings",
     "parse_table",
     "print_table",
-    "printable",
     "read_published",
     "read_records",
     "set_beside",
+    "strip_controls",
+    "tabulate_across",
     "to_csv",
     "to_latex",
     "to_markdown",

@@ -37,30 +37,30 @@ def chart_bars(table: Table, group: tuple[str, ...], title: str, error_bars: str
         for measure, cell in (("average", row.average), ("normalized", row.normalized)):
             if cell.mean is None:
                 continue
-            low, high = row.error_bar(measure) or (cell.mean, cell.mean)
+            low, high = row.compute_error_bar(measure) or (cell.mean, cell.mean)
             values.append(
                 {
-                    "model": row.name, "measure": measure, "value": _percent(cell.mean), "text": cell.text,
-                    "low": _percent(low), "high": _percent(high), "best": cell.best,
+                    "model": row.name, "measure": measure, "value": _to_percent(cell.mean), "text": cell.text,
+                    "low": _to_percent(low), "high": _to_percent(high), "best": cell.best,
                 }
             )  # fmt: skip
     references = [row for row in table.rows if row.group == group and row.kind in _REFERENCES]
     lines = {row.name: row for row in references if row.average.mean is not None}
-    shown = [{"reference": name, "value": _percent(row.average.mean or 0.0)} for name, row in lines.items()]
-    y = _nominal("model")
+    shown = [{"reference": name, "value": _to_percent(row.average.mean or 0.0)} for name, row in lines.items()]
+    y = _encode_nominal("model")
     offset = {"field": "measure", "type": "nominal", "sort": ["average", "normalized"]}
     # A value's text stands behind its bar
     room = 1.1 if all(cell.sd is None for row in rows for cell in row.cells[-2:]) else 1.2
     top = room * max([100.0, *(value["high"] for value in values)])
     unit = f"% (error bars: {error_bars})" if error_bars else "%"
-    x = _axis("value", unit, {"domain": [0, top], "nice": False})
+    x = _encode_axis("value", unit, {"domain": [0, top], "nice": False})
     looks = choose_looks(table.mergers)
     layers: list[Chart] = [
         {
             "mark": {"type": "bar", "height": {"band": 0.9}},
             "encoding": {
                 "x": x, "y": y, "yOffset": offset,
-                "tooltip": _tooltip(model="model", measure="measure", text="percent"),
+                "tooltip": _encode_tooltip(model="model", measure="measure", text="percent"),
                 "color": _scale("model", {row.name: looks[row.label].color for row in rows}) | {"legend": None},
                 "opacity": {
                     "field": "measure", "type": "ordinal",
@@ -74,7 +74,8 @@ def chart_bars(table: Table, group: tuple[str, ...], title: str, error_bars: str
             "transform": [{"filter": "datum.high > datum.low"}],
             "encoding": {
                 "x": {"field": "low", "type": "quantitative", "title": unit}, "x2": {"field": "high"}, "y": y,
-                "yOffset": offset, "tooltip": _tooltip(model="model", measure="measure", low="from", high="to"),
+                "yOffset": offset,
+                "tooltip": _encode_tooltip(model="model", measure="measure", low="from", high="to"),
             },
         },
         {
@@ -84,7 +85,7 @@ def chart_bars(table: Table, group: tuple[str, ...], title: str, error_bars: str
                 "x": {"field": "value", "type": "quantitative"},
                 "strokeDash": _scale("reference", {name: _REFERENCES[r.kind] for name, r in lines.items()})
                 | {"legend": {"labelExpr": "datum.label + ', average'"}},
-                "tooltip": _tooltip(reference="model", value="average"),
+                "tooltip": _encode_tooltip(reference="model", value="average"),
             },
         },
         *_write(
@@ -97,7 +98,7 @@ def chart_bars(table: Table, group: tuple[str, ...], title: str, error_bars: str
     ]  # fmt: skip
     if not lines:
         del layers[2]
-    return _panel(title, {"data": {"values": values}, "layer": layers, "height": {"step": 19}})
+    return _make_panel(title, {"data": {"values": values}, "layer": layers, "height": {"step": 19}})
 
 
 _BARS = "datum.label == 'normalized' ? 'normalized (÷ experts)' : datum.label"
@@ -107,16 +108,16 @@ def chart_heat_map(rows: Sequence[Row], tasks: Sequence[str], low: float, high: 
     """Every model on every task, as numbers in the colors of `low` to `high`."""
     values = [
         {
-            "model": row.name, "task": task, "value": None if cell.mean is None else _percent(cell.mean),
+            "model": row.name, "task": task, "value": None if cell.mean is None else _to_percent(cell.mean),
             "text": cell.text, "dark": cell.mean is not None and is_dark(cell.mean, (low, high), False),
             "shown": cell.text.partition(" ")[0],
         }
         for row in rows
         for task, cell in zip(tasks, row.cells[:-2], strict=True)
     ]  # fmt: skip
-    scale = {"scheme": "cividis", "domain": [_percent(low), _percent(max(high, low + 1e-6))]}
-    tooltip = _tooltip(model="model", task="task", text="percent")
-    return _cells("", values, "task", "model", scale, tooltip)
+    scale = {"scheme": "cividis", "domain": [_to_percent(low), _to_percent(max(high, low + 1e-6))]}
+    tooltip = _encode_tooltip(model="model", task="task", text="percent")
+    return _draw_cells("", values, "task", "model", scale, tooltip)
 
 
 def chart_matrix(
@@ -129,7 +130,7 @@ def chart_matrix(
     """Numbers between names, the diagonal gray."""
     cells = [
         {
-            "row": a, "column": b, "value": _short(value) if a != b and math.isfinite(value) else None,
+            "row": a, "column": b, "value": _shorten(value) if a != b and math.isfinite(value) else None,
             "shown": f"{round(value, 2) + 0.0:.2f}" if math.isfinite(value) else "–", "exact": f"{value:.4g}",
             "dark": a != b and is_dark(value, limits, signed),
         }
@@ -137,8 +138,8 @@ def chart_matrix(
         for b, value in zip(names, line, strict=True)
     ]  # fmt: skip
     scale = {"scheme": "redblue", "reverse": True} if signed else {"scheme": "cividis"}
-    tooltip = _tooltip(row="row", column="column", exact=title)
-    return _cells(title, cells, "column", "row", scale | {"domain": list(limits)}, tooltip)
+    tooltip = _encode_tooltip(row="row", column="column", exact=title)
+    return _draw_cells(title, cells, "column", "row", scale | {"domain": list(limits)}, tooltip)
 
 
 def is_dark(value: float, limits: tuple[float, float], signed: bool) -> bool:
@@ -147,7 +148,7 @@ def is_dark(value: float, limits: tuple[float, float], signed: bool) -> bool:
     return abs(value) > 0.6 * high if signed else value < low + 0.42 * (high - low)
 
 
-def _cells(
+def _draw_cells(
     title: str, values: Sequence[Chart], x: str, y: str, scale: Chart, tooltip: Sequence[Chart]
 ) -> Chart:
     order = {axis: list(dict.fromkeys(value[axis] for value in values)) for axis in (x, y)}
@@ -156,15 +157,15 @@ def _cells(
         "condition": {"test": "datum.value === null", "value": MISSING_COLOR},
     }  # fmt: skip
     ink = {"condition": {"test": "datum.dark", "value": "white"}, "value": "black"}
-    return _panel(
+    return _make_panel(
         title,
         {
             "data": {"values": list(values)},
             "height": {"step": 26},
             "usermeta": {"minimum": 130 + _CELL * len(order[x])},
             "encoding": {
-                "x": _nominal(x) | {"sort": order[x], "axis": {"labelAngle": -35}},
-                "y": _nominal(y) | {"sort": order[y]},
+                "x": _encode_nominal(x) | {"sort": order[x], "axis": {"labelAngle": -35}},
+                "y": _encode_nominal(y) | {"sort": order[y]},
             },
             "layer": [
                 {
@@ -180,16 +181,16 @@ def _cells(
 def chart_shares(table: Table, rows: Sequence[Row], experts: Row) -> Chart:
     """Of every merger the share of each expert's value that it keeps, a line of points a task."""
     values = [
-        {"task": task, "name": row.name, "value": _percent(cell.mean / own.mean)}
+        {"task": task, "name": row.name, "value": _to_percent(cell.mean / own.mean)}
         for row in rows
         for task, cell, own in zip(table.tasks, row.cells[:-2], experts.cells[:-2], strict=True)
         if cell.mean is not None and own.mean
     ]
     looks = choose_looks(table.mergers)
     names = {row.name: looks[row.label] for row in rows}
-    x = _axis("value", "% of the expert's", {"zero": False})
-    tooltip = _tooltip(name="model", task="task", value="% of the expert's")
-    return _panel(
+    x = _encode_axis("value", "% of the expert's", {"zero": False})
+    tooltip = _encode_tooltip(name="model", task="task", value="% of the expert's")
+    return _make_panel(
         "",
         {
             "height": {"step": 30},
@@ -198,7 +199,7 @@ def chart_shares(table: Table, rows: Sequence[Row], experts: Row) -> Chart:
                     "data": {"values": values},
                     "mark": {"type": "point", "filled": True, "size": 80, "opacity": 0.85},
                     "encoding": {
-                        "x": x, "y": _nominal("task") | {"axis": {"grid": True}}, "tooltip": tooltip,
+                        "x": x, "y": _encode_nominal("task") | {"axis": {"grid": True}}, "tooltip": tooltip,
                         **_look(names),
                     },
                 },
@@ -232,31 +233,33 @@ def chart_costs(
     values: list[Chart] = []
     for cost, row in placed:
         value = row.normalized.mean or 0.0
-        low, high = row.error_bar("normalized") or (value, value)
+        low, high = row.compute_error_bar("normalized") or (value, value)
         values.append(
             {
-                "name": row.name, "x": cost, "y": _percent(value), "text": row.normalized.text,
-                "low": _percent(low), "high": _percent(high),
+                "name": row.name, "x": cost, "y": _to_percent(value), "text": row.normalized.text,
+                "low": _to_percent(low), "high": _to_percent(high),
             }
         )  # fmt: skip
     costs, shares = limits
-    across = _axis("x", x, {"type": "log", "domain": costs, "nice": False, "padding": 20}, costs)
-    up = _axis(
-        "y", "normalized (%)", {"domain": [*map(_percent, shares)], "nice": True, "zero": False, "padding": 12}
+    across = _encode_axis("x", x, {"type": "log", "domain": costs, "nice": False, "padding": 20}, costs)
+    up = _encode_axis(
+        "y",
+        "normalized (%)",
+        {"domain": [*map(_to_percent, shares)], "nice": True, "zero": False, "padding": 12},
     )
     looks = _look(names)
-    tooltip = [*_tooltip(name="model", text="normalized (%)"), _number("x", x)]
-    return _panel(
+    tooltip = [*_encode_tooltip(name="model", text="normalized (%)"), _encode_number("x", x)]
+    return _make_panel(
         title,
         {
             "height": 300,
             "layer": [
                 {
-                    "data": {"values": [{"x": a, "y": _percent(b)} for a, b in front]},
+                    "data": {"values": [{"x": a, "y": _to_percent(b)} for a, b in front]},
                     "mark": {"type": "line", "color": "#888888", "strokeDash": [5, 4], "strokeWidth": 1},
                     "encoding": {"x": across, "y": up},
                 },
-                _error_bars(values, across, up, looks["color"]),
+                _draw_error_bars(values, across, up, looks["color"]),
                 {
                     "data": {"values": values},
                     "mark": {"type": "point", "filled": True, "size": 90, "opacity": 1},
@@ -292,19 +295,19 @@ def chart_lines(
         for a, b, deviation in zip(xs, ys, deviations, strict=True):
             if not math.isfinite(b) or (logarithmic and b <= 0):
                 continue
-            point = {"name": name, "x": a if labels is None else labels[int(a)], "y": _short(b)}
+            point = {"name": name, "x": a if labels is None else labels[int(a)], "y": _shorten(b)}
             if deviation:
-                point |= {"low": _short(b - deviation), "high": _short(b + deviation)}
+                point |= {"low": _shorten(b - deviation), "high": _shorten(b + deviation)}
             if chosen and a in chosen.get(name, ()):
                 point["chosen"] = True
             values.append(point)
     dense = max((len(xs) for xs, _ in curves.values()), default=0) > _POINTS
-    across: Chart = _nominal("x") | {"title": x or None}
+    across: Chart = _encode_nominal("x") | {"title": x or None}
     if labels is None:
         scale = {"type": "log"} if logarithmic_x else {"zero": False}
-        across = _axis("x", x, scale | {"nice": False}, (value["x"] for value in values))
+        across = _encode_axis("x", x, scale | {"nice": False}, (value["x"] for value in values))
     scale = {"type": "log"} if logarithmic else {"zero": False}
-    up = _axis("y", y, scale, (value["y"] for value in values))
+    up = _encode_axis("y", y, scale, (value["y"] for value in values))
     if max((abs(value["y"]) for value in values), default=1.0) < 1e-3:
         up["axis"]["format"] = ".3~e"
     points = _look(looks)
@@ -314,9 +317,9 @@ def chart_lines(
         encoding = {"x": across, "y": up, "color": points["color"], "strokeDash": stroke}
         layers.append({"mark": {"type": "line", "strokeWidth": 1.8}, "encoding": encoding})
     if any("low" in value for value in values):
-        layers.append(_error_bars(values, across, up, points["color"]))
-    at = _tooltip(x=x or "at") if labels is not None else [_number("x", x or "x")]
-    tooltip = [*_tooltip(name="name"), *at, _number("y", y or "value")]
+        layers.append(_draw_error_bars(values, across, up, points["color"]))
+    at = _encode_tooltip(x=x or "at") if labels is not None else [_encode_number("x", x or "x")]
+    tooltip = [*_encode_tooltip(name="name"), *at, _encode_number("y", y or "value")]
     layers.append(
         {
             "mark": {"type": "point", "filled": True, "size": 45, "opacity": 0 if dense else 1},
@@ -331,7 +334,7 @@ def chart_lines(
                 "encoding": {"x": across, "y": up, "color": points["color"]},
             }
         )
-    return _panel(title, {"data": {"values": values}, "height": 260, "layer": layers})
+    return _make_panel(title, {"data": {"values": values}, "height": 260, "layer": layers})
 
 
 def chart_plane(
@@ -346,14 +349,14 @@ def chart_plane(
     """A value over two coefficients, `values[i][j]` at `(grid[0][i], grid[1][j])`, a color between levels."""
     steps = [(axis[-1] - axis[0]) / max(len(axis) - 1, 1) or 1.0 for axis in grid]
     cells = [
-        {"a": _short(a), "b": _short(b), "v": _short(value) if math.isfinite(value) else None}
+        {"a": _shorten(a), "b": _shorten(b), "v": _shorten(value) if math.isfinite(value) else None}
         for a, line in zip(grid[0], values, strict=True)
         for b, value in zip(grid[1], line, strict=True)
     ]
     color = {
         "field": "v", "type": "quantitative",
         "scale": {
-            "type": "threshold", "domain": [_short(level) for level in levels[1:-1]],
+            "type": "threshold", "domain": [_shorten(level) for level in levels[1:-1]],
             "scheme": {"name": "viridis", "count": max(len(levels) - 1, 2)},
         },
         "legend": {"type": "gradient", "orient": "right", "gradientLength": _SIDE, "format": ".3~g"},
@@ -368,7 +371,11 @@ def chart_plane(
         }
         for field, name, domain in zip("ab", names, domains, strict=True)
     )  # fmt: skip
-    said = [_number("a", names[0] or "α1"), _number("b", names[1] or "α2"), _number("v", title)]
+    said = [
+        _encode_number("a", names[0] or "α1"),
+        _encode_number("b", names[1] or "α2"),
+        _encode_number("v", title),
+    ]
     ends = [
         {"calculate": f"datum.{field} {sign} {step / 2}", "as": f"{end}_{field}"}
         for field, step in zip("ab", steps, strict=True)
@@ -393,7 +400,7 @@ def chart_plane(
             {
                 "data": {"values": [{"name": name, "x": x, "y": y} for name, (x, y) in points.items()]},
                 "mark": dot,
-                "encoding": where | {"tooltip": _tooltip(name="at")},
+                "encoding": where | {"tooltip": _encode_tooltip(name="at")},
             }
         )
         for name, (x, y) in points.items():
@@ -402,7 +409,7 @@ def chart_plane(
             encoding = where | {"text": {"field": "name"}}
             written = _write(encoding, beside | {"color": "white"}, halo="black")
             layers += [{"data": {"values": [{"name": name, "x": x, "y": y}]}, **each} for each in written]
-    return _panel(title, {"data": {"values": cells}, "width": _SIDE, "height": _SIDE, "layer": layers})
+    return _make_panel(title, {"data": {"values": cells}, "width": _SIDE, "height": _SIDE, "layer": layers})
 
 
 def _place_names(
@@ -433,15 +440,15 @@ def _place_names(
     return sides
 
 
-def _panel(title: str, body: Chart) -> Chart:
+def _make_panel(title: str, body: Chart) -> Chart:
     return {**({"title": title} if title else {}), "description": title or "chart", **body}
 
 
-def _nominal(field: str) -> Chart:
+def _encode_nominal(field: str) -> Chart:
     return {"field": field, "type": "nominal", "sort": None, "title": None}
 
 
-def _axis(field: str, title: str, scale: Chart, values: Iterable[float] = ()) -> Chart:
+def _encode_axis(field: str, title: str, scale: Chart, values: Iterable[float] = ()) -> Chart:
     """A number's axis; `values` are those on it, for logarithmic ones."""
     axis: Chart = {"format": ",.5~g", "tickCount": 6}
     known = [value for value in values if value > 0 and math.isfinite(value)]
@@ -450,11 +457,11 @@ def _axis(field: str, title: str, scale: Chart, values: Iterable[float] = ()) ->
     return {"field": field, "type": "quantitative", "title": title or None, "scale": scale, "axis": axis}
 
 
-def _number(field: str, title: str) -> Chart:
+def _encode_number(field: str, title: str) -> Chart:
     return {"field": field, "type": "quantitative", "title": title, "format": ".5~g"}
 
 
-def _tooltip(**titles: str) -> list[Chart]:
+def _encode_tooltip(**titles: str) -> list[Chart]:
     return [{"field": field, "type": "nominal", "title": title} for field, title in titles.items()]
 
 
@@ -477,7 +484,7 @@ def _look(looks: Mapping[str, Look]) -> Chart:
 _ERROR_BAR = {"type": "errorbar", "color": "black", "ticks": {"size": 6, "color": "black"}}
 
 
-def _error_bars(values: Sequence[Chart], x: Chart, y: Chart, color: Chart) -> Chart:
+def _draw_error_bars(values: Sequence[Chart], x: Chart, y: Chart, color: Chart) -> Chart:
     low = {"field": "low", "type": "quantitative", "title": y["title"]}
     return {
         "data": {"values": [value for value in values if value.get("high") != value.get("low")]},
@@ -494,9 +501,9 @@ def _write(encoding: Chart, style: Chart, halo: str = "white") -> list[Chart]:
     ]
 
 
-def _percent(share: float) -> float:
+def _to_percent(share: float) -> float:
     return round(100 * share, 3)
 
 
-def _short(value: float) -> float:
+def _shorten(value: float) -> float:
     return float(f"{value:.5g}")

@@ -45,7 +45,7 @@ class CrossTable:
     references: frozenset[str] = frozenset()
     """Rows and columns of models that no merger made: they are never marked."""
 
-    def sheet(self, name: Callable[[str], str] = display_name) -> Sheet:
+    def make_sheet(self, name: Callable[[str], str] = display_name) -> Sheet:
         """The table to write; `name` returns a merger's display name."""
         shown = [name if dimension == "merger" else str for dimension in self.dimensions]
         lines = tuple(
@@ -57,7 +57,7 @@ class CrossTable:
         return Sheet((title,), columns, (), (lines,), self.notes, tuple(range(len(columns))))
 
 
-def cross_tabulate(records: Iterable[Record], table: str, measure: str = "normalized") -> CrossTable:
+def tabulate_across(records: Iterable[Record], table: str, measure: str = "normalized") -> CrossTable:
     """Two dimensions of the records of the test part (of the only part, where there is no test).
 
     If experts differ in strength, shares are followed by values.

@@ -64,7 +64,7 @@ class Lines:
     def looks(self) -> dict[str, Look]:
         """By curve."""
         if not self.mergers:
-            return dict(zip(self.curves, map(Look.numbered, count()), strict=False))
+            return dict(zip(self.curves, map(Look.choose, count()), strict=False))
         looks = choose_looks(name for name in self.curves if name not in _REFERENCES)
         return {name: looks.get(name, REFERENCE) for name in self.curves}
 

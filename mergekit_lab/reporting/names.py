@@ -71,7 +71,7 @@ class Look:
     marker: str
 
     @staticmethod
-    def numbered(number: int) -> "Look":
+    def choose(number: int) -> "Look":
         """Seven colors; then the same with another dash and marker."""
         again, first = divmod(number, len(COLORS))
         return Look(COLORS[first], DASHES[again % len(DASHES)], MARKERS[(first + again) % len(MARKERS)])
@@ -90,17 +90,17 @@ def choose_looks(labels: Iterable[str]) -> dict[str, Look]:
     """
     every = list(dict.fromkeys(labels))
     numbers = {label: list(NAMES).index(label) for label in every if label in NAMES}
-    looks = {label: Look.numbered(number) for label, number in numbers.items()}
+    looks = {label: Look.choose(number) for label, number in numbers.items()}
     for label in every:
         method = label.partition(" (")[0]
         if label not in looks and method in NAMES:
-            looks[label] = _vary(Look.numbered(list(NAMES).index(method)), looks.values())
+            looks[label] = _vary(Look.choose(list(NAMES).index(method)), looks.values())
     for label in sorted(set(every) - set(looks)):
         start = zlib.crc32(label.encode())
         order = [(start + step) % LOOKS for step in range(LOOKS)]
         taken = set(looks.values())
-        number = next((number for number in order if Look.numbered(number) not in taken), order[0])
-        looks[label] = Look.numbered(number)
+        number = next((number for number in order if Look.choose(number) not in taken), order[0])
+        looks[label] = Look.choose(number)
     return {label: looks[label] for label in every}
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.reporting.records import Record, printable, write_text
+from mergekit_lab.reporting.records import Record, strip_controls, write_text
 
 FILE = "origin.json"
 _PROGRAM = ("python", "-m", "mergekit_lab")
@@ -42,7 +42,7 @@ class Origin:
         """The command line, as a shell takes it."""
         return shlex.join((*_PROGRAM, *self.arguments))
 
-    def command_for(self, record: Record, mergers: Collection[str]) -> str:
+    def make_command(self, record: Record, mergers: Collection[str]) -> str:
         """The command that makes one model of a run whose mergers have these labels, and no other merge.
 
         Where a label cannot stand in an override, the run's own command, which makes the model among others.
@@ -72,7 +72,7 @@ def list_commands(runs: Iterable[tuple[Origin | None, Iterable[Record]]]) -> dic
         every = list(records)
         mergers = list(dict.fromkeys(record.merger for record in every if record.merger is not None))
         for record in every:
-            commands.setdefault(record.evaluation_key, origin.command_for(record, mergers))
+            commands.setdefault(record.evaluation_key, origin.make_command(record, mergers))
     return commands
 
 
@@ -94,11 +94,14 @@ def read_origin(folder: Path) -> Origin | None:
     try:
         entry = json.loads((folder / FILE).read_text(encoding="utf-8"))
         return Origin(
-            tuple(printable(str(each)) for each in entry["arguments"]),
-            printable(str(entry["date"])),
-            {printable(str(name)): printable(str(value)) for name, value in entry["versions"].items()},
-            printable(str(entry["machine"])),
-            tuple(printable(str(each)) for each in entry["devices"]),
+            tuple(strip_controls(str(each)) for each in entry["arguments"]),
+            strip_controls(str(entry["date"])),
+            {
+                strip_controls(str(name)): strip_controls(str(value))
+                for name, value in entry["versions"].items()
+            },
+            strip_controls(str(entry["machine"])),
+            tuple(strip_controls(str(each)) for each in entry["devices"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{folder / FILE}: not an origin file ({error!r})") from None

@@ -149,7 +149,7 @@ def _chart_curves(curves: Curves, measure: str) -> charts.Chart:
         name: ([point["step"] for point in points], [factor * point[measure] for point in points])
         for name, points in known.items()
     }
-    looks = {name: Look.numbered(number) for number, name in enumerate(curves)}
+    looks = {name: Look.choose(number) for number, name in enumerate(curves)}
     positive = all(value > 0 for _, values in series.values() for value in values)
     logarithmic = positive and measure != "val_accuracy"
     return charts.chart_lines(_MEASURES[measure], "step", "", series, looks, logarithmic=logarithmic)

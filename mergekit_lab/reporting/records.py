@@ -205,7 +205,7 @@ def read_records(path: Path) -> list[Record]:
     return records
 
 
-def printable(text: str) -> str:
+def strip_controls(text: str) -> str:
     """The text without control characters other than the end of a line and tabs: terminals obey them."""
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
@@ -237,6 +237,6 @@ def _parse_record(entry: object) -> Record:
         if type(value) not in allowed and not whole_number_as_float:
             names = " or ".join("null" if kind is NoneType else kind.__name__ for kind in allowed)
             raise InputError(f"field {name!r} is {value!r}, not {names}")
-        if isinstance(value, str) and value != printable(value):
+        if isinstance(value, str) and value != strip_controls(value):
             raise InputError(f"field {name!r} is {value!r}, which holds control characters of a terminal")
     return Record(**entry)

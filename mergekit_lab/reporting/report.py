@@ -18,7 +18,7 @@ from mergekit_lab.errors import say_duration
 from mergekit_lab.reporting import html, plots
 from mergekit_lab.reporting.bootstrap import Samples, add_intervals
 from mergekit_lab.reporting.checks import find_warnings
-from mergekit_lab.reporting.cross_table import CrossTable, cross_tabulate
+from mergekit_lab.reporting.cross_table import CrossTable, tabulate_across
 from mergekit_lab.reporting.origin import Origin, list_commands
 from mergekit_lab.reporting.plots import Curves, Searches
 from mergekit_lab.reporting.published import Beside, unite, write_published
@@ -114,8 +114,8 @@ def compare(
 
 
 def write_cross_table(folder: Path, records: Iterable[Record], table: str, measure: str) -> CrossTable:
-    """`table.md`, `table.csv` and `table.tex` in the folder; see `cross_tabulate`."""
-    crossed = cross_tabulate(records, table, measure)
+    """`table.md`, `table.csv` and `table.tex` in the folder; see `tabulate_across`."""
+    crossed = tabulate_across(records, table, measure)
     for kind, write in (("md", to_markdown), ("csv", to_csv), ("tex", to_latex)):
         write_text(folder / f"table.{kind}", write(crossed))
     return crossed

@@ -15,7 +15,7 @@ from mergekit_lab.reporting.origin import Origin, read_origin, write_origin
 from mergekit_lab.reporting.plots import Curves, Searches
 from mergekit_lab.reporting.published import FILE as PUBLISHED
 from mergekit_lab.reporting.published import Beside, read_beside, write_beside
-from mergekit_lab.reporting.records import Failure, Record, Timing, printable, read_records, write_text
+from mergekit_lab.reporting.records import Failure, Record, Timing, read_records, strip_controls, write_text
 
 SAMPLES = "samples.npz"
 CONFIG = "config.yaml"
@@ -72,8 +72,8 @@ def read_run(folder: Path) -> RunFiles | Failure:
             failure = _read_object(folder / "failure.json")
             return Failure(
                 name,
-                printable(str(failure.get("error", "failed without a message"))),
-                tuple(printable(str(each)) for each in failure.get("overrides", ())),
+                strip_controls(str(failure.get("error", "failed without a message"))),
+                tuple(strip_controls(str(each)) for each in failure.get("overrides", ())),
             )
         if not (folder / "records.jsonl").exists():
             return Failure(

@@ -111,7 +111,7 @@ class Row:
     def normalized(self) -> Cell:
         return self.cells[-1]
 
-    def error_bar(self, measure: str) -> tuple[float, float] | None:
+    def compute_error_bar(self, measure: str) -> tuple[float, float] | None:
         """Of the average the 95 % interval, else one deviation to each side; None where neither is known."""
         if measure == "average" and self.interval is not None:
             return self.interval
@@ -153,18 +153,18 @@ class Table:
     def groups(self) -> tuple[tuple[str, ...], ...]:
         return tuple(dict.fromkeys(row.group for row in self.rows))
 
-    def sheet(self, name: Callable[[str], str] = display_name) -> Sheet:
+    def make_sheet(self, name: Callable[[str], str] = display_name) -> Sheet:
         """The table to write; `name` returns a label's display name."""
         readers = any(row.reads_test_inputs for row in self.rows)
-        compared = _kind_that_competes(self.rows)
+        compared = _find_competing_kind(self.rows)
 
-        def texts(row: Row) -> tuple[str, ...]:
+        def format_row(row: Row) -> tuple[str, ...]:
             reads = "test inputs" if row.reads_test_inputs else MISSING
             return (row.coefficient, reads) if readers else (row.coefficient,)
 
         groups = tuple(
             tuple(
-                Line((*row.group, name(row.label)), row.cells, texts(row), row.kind != compared)
+                Line((*row.group, name(row.label)), row.cells, format_row(row), row.kind != compared)
                 for row in self.rows
                 if row.group == group
             )
@@ -342,7 +342,7 @@ def _make_row(
 
 
 def _mark_rows(rows: Sequence[Row]) -> list[Row]:
-    kind = _kind_that_competes(rows)
+    kind = _find_competing_kind(rows)
     compared = [row for row in rows if row.kind == kind]
     if len(compared) < 2:
         return list(rows)
@@ -351,7 +351,7 @@ def _mark_rows(rows: Sequence[Row]) -> list[Row]:
     return [replace(row, cells=next(lines)) if row.kind == kind else row for row in rows]
 
 
-def _kind_that_competes(rows: Iterable[Row]) -> str:
+def _find_competing_kind(rows: Iterable[Row]) -> str:
     """Of which rows the best are marked: of mergers, and of checkpoints where nothing was merged."""
     return "merged" if any(row.kind == "merged" for row in rows) else "checkpoint"
 
@@ -380,7 +380,7 @@ def _write_notes(part: str, rows: Sequence[Row], metric: dict[str, str], met: Se
     if any(row.kind == "joint" for row in rows):
         notes.append("+joint is trained on all tasks at once: the upper reference.")
     if any(cell.best for row in rows for cell in row.cells):
-        best = {"merged": "merger"}.get(_kind_that_competes(rows), "checkpoint")
+        best = {"merged": "merger"}.get(_find_competing_kind(rows), "checkpoint")
         notes.append(f"Bold: the best {best} of its group in that column.")
     if any(row.reads_test_inputs for row in rows):
         notes.append(

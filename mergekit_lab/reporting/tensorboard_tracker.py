@@ -35,13 +35,13 @@ class TensorBoardTracker(Tracker):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if self._writer is not None:
-            with self._never_fail("log"):
+            with self._warn_of_failures("log"):
                 for name, value in metrics.items():
                     self._writer.add_scalar(name, value, step)
 
     def log_summary(self, table: Table) -> None:
         if self._writer is not None:
-            with self._never_fail("log_summary"):
+            with self._warn_of_failures("log_summary"):
                 for row in table.rows:
                     for measure, cell in (("average", row.average), ("normalized", row.normalized)):
                         if cell.mean is not None:
@@ -49,7 +49,7 @@ class TensorBoardTracker(Tracker):
 
     def log_figure(self, name: str, path: Path | str) -> None:
         if self._writer is not None:
-            with self._never_fail("log_figure"):
+            with self._warn_of_failures("log_figure"):
                 import numpy as np
                 from PIL import Image
 
@@ -59,6 +59,6 @@ class TensorBoardTracker(Tracker):
 
     def finish(self) -> None:
         if self._writer is not None:
-            with self._never_fail("finish"):
+            with self._warn_of_failures("finish"):
                 self._writer.close()
             self._writer = None

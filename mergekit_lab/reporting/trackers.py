@@ -73,7 +73,7 @@ class Tracker:
     _warned = False
 
     @contextmanager
-    def _never_fail(self, what: str) -> Iterator[None]:
+    def _warn_of_failures(self, what: str) -> Iterator[None]:
         """Around all that may fail after the construction."""
         try:
             yield
@@ -103,7 +103,7 @@ class Tracker:
             identity: equal for two runs of which the second goes on where the first was cut.
             tags: what to find the run by among many.
         """
-        with self._never_fail("start"):
+        with self._warn_of_failures("start"):
             self._begin(Start(config, Path(run_dir), name, group, job_type, identity, tuple(tags)))
 
     def _begin(self, start: Start) -> None:
@@ -159,7 +159,7 @@ class CsvTracker(Tracker):
         if not self._readable:
             return
         path = self._folder / "metrics.csv"
-        with self._never_fail("log"):
+        with self._warn_of_failures("log"):
             row = {"step": step, **{quote_formula(name): value for name, value in metrics.items()}}
             if new := [name for name in row if name not in self._columns]:
                 self._rewrite(_read(path)[1] if path.exists() else [], [*self._columns, *new])

@@ -43,7 +43,7 @@ def build_dashboard(project: str, entity: str, groups: Sequence[str] = (), title
             f"the dashboard needs wandb_workspaces ({error}): pip install 'mergekit_lab[dashboard]'"
         ) from None
 
-    def runs(job: str) -> Any:
+    def make_run_set(job: str) -> Any:
         chosen = [expr.Metric("JobType") == job]
         if groups:
             chosen.append(expr.Metric("Group").isin(list(groups)))
@@ -80,19 +80,21 @@ def build_dashboard(project: str, entity: str, groups: Sequence[str] = (), title
         description="Built by mergekit_lab.reporting.wandb_dashboard.",
         blocks=[
             wr.H1("Merged models"),
-            wr.PanelGrid(runsets=[runs("evaluate")], panels=compared),
+            wr.PanelGrid(runsets=[make_run_set("evaluate")], panels=compared),
             wr.H1("Choice of coefficients, and curvature"),
             wr.PanelGrid(
-                runsets=[runs("merge"), runs("curvature")],
+                runsets=[make_run_set("merge"), make_run_set("curvature")],
                 panels=[
                     wr.LinePlot(title="Normalized on validation", x="step", metric_regex=r".*/normalized"),
                     wr.LinePlot(title="Traces", x="step", metric_regex=r".*_trace"),
                 ],
             ),
             wr.H1("Experts"),
-            wr.PanelGrid(runsets=[runs("finetune")], panels=curves),
+            wr.PanelGrid(runsets=[make_run_set("finetune")], panels=curves),
             wr.H1("Analyses"),
-            wr.PanelGrid(runsets=[runs("analyze")], panels=[wr.MediaBrowser(media_keys=list(ANALYSES))]),
+            wr.PanelGrid(
+                runsets=[make_run_set("analyze")], panels=[wr.MediaBrowser(media_keys=list(ANALYSES))]
+            ),
         ],
         width="fluid",
     )

@@ -124,7 +124,7 @@ class WandbTracker(Tracker):
     def log_summary(self, table: Table) -> None:
         if self._run is None:
             return
-        with self._never_fail("log_summary"):
+        with self._warn_of_failures("log_summary"):
             import wandb
 
             rows = table.as_rows()
@@ -151,7 +151,7 @@ class WandbTracker(Tracker):
     def log_records(self, records: Sequence[Record]) -> None:
         if self._run is None or not records:
             return
-        with self._never_fail("log_records"):
+        with self._warn_of_failures("log_records"):
             import wandb
 
             entries = [asdict(record) | {"normalized": record.normalized} for record in records]
@@ -162,7 +162,7 @@ class WandbTracker(Tracker):
     def log_figure(self, name: str, path: Path | str) -> None:
         if self._run is None:
             return
-        with self._never_fail("log_figure"):
+        with self._warn_of_failures("log_figure"):
             import wandb
 
             self._run.log({name: wandb.Image(str(path))})
@@ -170,7 +170,7 @@ class WandbTracker(Tracker):
     def log_product(self, product: Product) -> None:
         if self._run is None or product.reference in self._here:
             return
-        with self._never_fail("log_product"):
+        with self._warn_of_failures("log_product"):
             import wandb
 
             earlier = product.reference in self._logged  # by a run of this tracker: this one only uses it
@@ -217,13 +217,13 @@ class WandbTracker(Tracker):
 
     def finish(self) -> None:
         if self._run is not None:
-            with self._never_fail("finish"):
+            with self._warn_of_failures("finish"):
                 self._run.finish()
             self._run = None
 
     def _send(self, what: str, content: Mapping[str, Any]) -> None:
         if self._run is not None:
-            with self._never_fail(what):
+            with self._warn_of_failures(what):
                 self._run.log(content)
 
     def _resolve_mode(self) -> str:

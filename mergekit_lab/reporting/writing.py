@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def to_markdown(table: Table | CrossTable) -> str:
     """A GitHub-flavored table and its notes; the best of a column is bold."""
-    sheet = table.sheet()
+    sheet = table.make_sheet()
     lines = [
         join_markdown(map(escape_markdown, (*sheet.names, *sheet.columns, *sheet.texts))),
         join_markdown(["---"] * len(sheet.names) + ["---:"] * len((*sheet.columns, *sheet.texts))),
@@ -44,7 +44,7 @@ def escape_markdown(text: str) -> str:
 
 def to_csv(table: Table | CrossTable) -> str:
     """Labels and fractions; behind a column its deviations and plain values, where the table has some."""
-    sheet = table.sheet(name=str)
+    sheet = table.make_sheet(name=str)
     lines = [line for group in sheet.groups for line in group]
     ends = {
         end: attribute
@@ -75,7 +75,7 @@ def quote_formula(text: str) -> str:
 
 def to_latex(table: Table | CrossTable) -> str:
     """A `booktabs` table: groups apart, in each the best of a column bold, the second underlined."""
-    sheet = table.sheet()
+    sheet = table.make_sheet()
     bodies = [
         "".join(
             " & ".join(
@@ -121,9 +121,9 @@ def print_table(table: Table | CrossTable, console: Console | None = None) -> No
     from rich.console import Console
 
     console = console or Console()
-    for drawn in _fit(table.sheet(), console):
+    for drawn in _fit(table.make_sheet(), console):
         console.print(drawn)
-    for note in table.sheet().notes:
+    for note in table.make_sheet().notes:
         console.print(note, style="dim", markup=False, highlight=False)
 
 

@@ -56,7 +56,7 @@ def stage_analyze(run: Run) -> None:
     built = build(run.cfg.analysis, Analysis)
     name = _name(run, built)
     artifact = run.obtain(analysis_node(run))
-    text = artifact.file(DATA).read_text()
+    text = artifact.find_file(DATA).read_text()
     folder = run.folder / "analysis"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(text)

@@ -49,9 +49,9 @@ def merge_experts(
 ) -> dict[str, Any]:
     """The state dict that a method makes of the run's experts, or of those of some tasks."""
     names = list(run.experts if tasks is None else tasks)
-    experts: dict[str, Path] = {task: run.need(expert_node(run, task)).file(MODEL) for task in names}
+    experts: dict[str, Path] = {task: run.need(expert_node(run, task)).find_file(MODEL) for task in names}
     statistics: dict[str, Mapping[str, Source]] = {
-        kind: {task: run.need(side_node(run, kind, task)).file(f"{kind}.safetensors") for task in names}
+        kind: {task: run.need(side_node(run, kind, task)).find_file(f"{kind}.safetensors") for task in names}
         for kind in list_kinds(method)
     }
     statistics |= make_own_sides(run, method, experts)

@@ -70,7 +70,7 @@ def run_fetch(cfg: DictConfig) -> Path:
 
 
 def _fetch_data(task: HubImages, target: Path) -> None:
-    here = task.folder()
+    here = task.find_folder()
     if here is None:
         task.download(target)
     else:

@@ -134,7 +134,7 @@ def _training_content(run: Run, settings: TrainingSettings, optimizer: Mapping[s
         "backbone": run.base_content,
         "finetuning": run.plain["finetuning"],
         "optimizer": optimizer,
-        "training": settings.content(),
+        "training": settings.describe_content(),
         "seed": run.seed,
     }
     if run.processes > 1 and any(optimizer.get(name) is value for name, value in _OF_PROCESSES.items()):
@@ -230,7 +230,7 @@ def _make_fit(run: Run, pilots: Sequence[Node]) -> Mapping[str, Any]:
     """Fit the distribution of the pilots' task vectors; pilots are trained if need be."""
     with run.work_on(run.experts):
         train_pilots(run)
-    files = [(node.unit or "", run.need(node).file(MODEL)) for node in pilots]
+    files = [(node.unit or "", run.need(node).find_file(MODEL)) for node in pilots]
     vectors = [_TaskVector(open_checkpoint(file, task), run.base_state) for task, file in files]
     changed = [name for name in run.base_state if any(bool(vector[name].any()) for vector in vectors)]
     for vector in vectors:

@@ -42,7 +42,7 @@ class StoreKeeper:
             self._check_room(size)
         artifact = artifact or self.store.obtain(kind, content, lambda workspace: make(workspace.out))
         for name in artifact.files if kind != "images" else ():
-            artifact.file(name)
+            artifact.find_file(name)
         return artifact.folder
 
     def _check_room(self, size: int) -> None:

@@ -64,7 +64,7 @@ def _learn(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
     assert isinstance(merger.method, AdaMerging)
     assert merger.method.learn is not None
     how = merger.method.learn
-    experts = {task: run.need(expert_node(run, task)).file(MODEL) for task in run.tasks}
+    experts = {task: run.need(expert_node(run, task)).find_file(MODEL) for task in run.tasks}
     wholes = {task: run.make_objective(task).with_head(run.model) for task in run.tasks}
     inside = {task: find_prefix(whole, run.model) for task, whole in wholes.items()}
 

@@ -120,14 +120,14 @@ def _write_task_factors(run: Run, method: Method, folder: Path) -> None:
     """What makes every task's own model of the base."""
     folder.mkdir()
     base = open_checkpoint(run.base_state, "the base")
-    experts = {task: run.need(expert_node(run, task)).file(MODEL) for task in run.experts}
+    experts = {task: run.need(expert_node(run, task)).find_file(MODEL) for task in run.experts}
     specs, tensors = merge_factors(base, experts, method, device=run.devices)
     with ShardedWriter(folder, specs, stem=LowRankRecord.stem) as writer:
         for name, tensor in tensors:
             writer.write(name, tensor)
     ties = base.find_ties()
     record = LowRankRecord(list(experts), method.scale, None, ties, fingerprint(base, "the base"))
-    write_files(record.files(), folder)
+    write_files(record.make_files(), folder)
 
 
 def _merge(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:

@@ -93,7 +93,7 @@ def _build(label: str, node: DictConfig, search: Search, tasks: tuple[str, ...])
         )
     if searched and search.method == "cma_es":
         _check_weighable(label, method, content, tasks)
-    for fields in search.variants(content) if searched else ():
+    for fields in search.list_variants(content) if searched else ():
         build({**content, **fields}, Method).check(tasks)
     return Merger(label, method, content, searched)
 

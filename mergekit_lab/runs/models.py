@@ -112,7 +112,7 @@ def _measure_content(run: Run, task: str) -> dict[str, Any]:
     """What decides a score, beside the model and the part."""
     measured = run.tasks[task]
     if isinstance(measured, HarnessTask):
-        return {"harness": measured.content()} | run.scoring_content(task)
+        return {"harness": measured.describe_content()} | run.scoring_content(task)
     return {"data": measured.fingerprint(), "metric": measured.metric} | run.scoring_content(task)
 
 
@@ -172,8 +172,8 @@ def read_metric(run: Run, task: str, artifact: Artifact) -> tuple[str, float]:
 def read_samples(run: Run, task: str, artifact: Artifact) -> Any:
     """What every sample contributed to that value; None if it is not their mean."""
     if SAMPLES_OF_METRICS in artifact.files:
-        return dict(np.load(artifact.file(SAMPLES_OF_METRICS))).get(read_metric(run, task, artifact)[0])
-    return np.load(artifact.file(SAMPLES), allow_pickle=False) if SAMPLES in artifact.files else None
+        return dict(np.load(artifact.find_file(SAMPLES_OF_METRICS))).get(read_metric(run, task, artifact)[0])
+    return np.load(artifact.find_file(SAMPLES), allow_pickle=False) if SAMPLES in artifact.files else None
 
 
 def _to_smallest_type(values: Any) -> Any:

@@ -68,7 +68,7 @@ class Plan:
     def text(self) -> str:
         """A table: kind, how many, how many of them are in the store, seconds for the rest."""
         try:
-            artifacts = list(self.store.artifacts())
+            artifacts = list(self.store.list_artifacts())
         except InputError:  # of what others made only the times are wanted
             artifacts = []
         rows = [("", "distinct", "in the store", "to make", "about")]

@@ -143,7 +143,7 @@ class _Measured:
         """Of a Laplace distribution to every expert's task vector, by task."""
         asked = isinstance(build(self.run.cfg.analysis, Analysis), TaskVectors)
         artifact = self.run.find(analysis_node(self.run)) if asked else None
-        fits = json.loads(artifact.file(DATA).read_text())["fits"] if artifact else {}
+        fits = json.loads(artifact.find_file(DATA).read_text())["fits"] if artifact else {}
         return {task: fit["laplace"] for task, fit in fits.items()}
 
     def _read_cost(self, task: str, column: str) -> float | None:

@@ -74,7 +74,7 @@ def stage_report(run: Run) -> None:
 
 
 def _read_curve(expert: Artifact) -> Any:
-    return json.loads(expert.file(CURVE).read_text())
+    return json.loads(expert.find_file(CURVE).read_text())
 
 
 def collect(run: Run) -> list[Record]:

@@ -412,5 +412,5 @@ def say_seconds(artifact: Artifact) -> str:
 
 def load_state(artifact: Artifact, name: str = MODEL) -> dict[str, Tensor]:
     """All tensors of an artifact's file."""
-    checkpoint = open_checkpoint(artifact.file(name), f"{artifact.kind} {artifact.key}")
+    checkpoint = open_checkpoint(artifact.find_file(name), f"{artifact.kind} {artifact.key}")
     return {tensor: checkpoint[tensor] for tensor in checkpoint}

@@ -69,11 +69,11 @@ def check_patterns(run: Run) -> None:
 
 def _search_content(run: Run, merger: Merger) -> dict[str, Any]:
     tasks = run.experts
-    variants = run.search.variants(merger.content)
+    variants = run.search.list_variants(merger.content)
     fields = {"fields": variants} if variants != [{}] else {}
     scoring = {task: how for task in tasks if (how := run.scoring_content(task))}
     content = merge_content(run, merger) | {"data": run.data_content(tasks)}
-    return content | run.search.content() | fields | scoring
+    return content | run.search.describe_content() | fields | scoring
 
 
 def read_fields(run: Run, merger: Merger) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _search(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]
     """Every candidate is one pass of arithmetic and its evaluation: of a grid, merge once a variant, at 1."""
     experts = {task: float(run.obtain(node).info["value"]) for task, node in _list_evaluations(run).items()}
     curve: list[Candidate] = _evolve(run, merger, experts, workspace) if run.search.method == "cma_es" else []
-    for fields in () if curve else run.search.variants(merger.content):
+    for fields in () if curve else run.search.list_variants(merger.content):
         score_at = _make_scorer(run, merge_experts(run, merger.with_fields(fields).at(1.0)))
         reached = choose_best(curve).normalized if curve else -math.inf
         title = " ".join([f"coefficient of {merger.label}", *(f"{n}={v}" for n, v in fields.items())])
@@ -119,7 +119,9 @@ def _evolve(run: Run, merger: Merger, experts: Mapping[str, float], workspace: W
     """Candidates of weights by expert and pattern of layers. Base and experts are on the device once."""
     how = run.search
     base = _move(run.base_state, run.device)
-    models = {t: _move(open_checkpoint(run.need(expert_node(run, t)).file(MODEL)), run.device) for t in experts}
+    models = {
+        t: _move(open_checkpoint(run.need(expert_node(run, t)).find_file(MODEL)), run.device) for t in experts
+    }
     names = [name for name, tensor in base.items() if tensor.is_floating_point()]
     patterns = list(how.layers or ())
     if any(not any(fnmatchcase(name, pattern) for pattern in patterns) for name in names):

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from mergekit_lab.errors import InputError, say_bytes
 from mergekit_lab.paths import find_default_store
-from mergekit_lab.reporting import printable
+from mergekit_lab.reporting import strip_controls
 from mergekit_lab.schema.check import build, check_group
 from mergekit_lab.schema.store import StoreSettings
 from mergekit_lab.store import Artifact, Store
@@ -26,8 +26,8 @@ from mergekit_lab.store.upkeep import (
     find_nearest,
     find_unreadable,
     is_older,
+    measure_size,
     remove,
-    size,
 )
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def run_store(cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None
 
 def _select(store: Store, settings: StoreSettings, others: Sequence[Artifact] = ()) -> list[Artifact]:
     """What `store.kind`, `store.key` and `store.older_than` leave of what is published, and of others."""
-    artifacts = [a for a in (*store.artifacts(), *others) if settings.kind in (None, a.kind)]
+    artifacts = [a for a in (*store.list_artifacts(), *others) if settings.kind in (None, a.kind)]
     if settings.key is not None:
         artifacts = [a for a in artifacts if a.key.startswith(settings.key)]
         if not artifacts:
@@ -90,11 +90,16 @@ def _list(store: Store, settings: StoreSettings) -> None:
         by_kind[f"{artifact.kind}{', half made' if artifact in cut else ''}"].append(artifact)
     log.info("store %s", store.root)
     for kind, members in by_kind.items():
-        log.info("%s: %d, %s", kind, len(members), say_bytes(sum(map(size, members))))
+        log.info("%s: %d, %s", kind, len(members), say_bytes(sum(map(measure_size, members))))
         if settings.kind or settings.key:
             for artifact in members:
-                columns = (artifact.key, artifact.created, say_bytes(size(artifact)), _describe(artifact))
-                log.info("  %s", printable("  ".join(columns)))
+                columns = (
+                    artifact.key,
+                    artifact.created,
+                    say_bytes(measure_size(artifact)),
+                    _describe(artifact),
+                )
+                log.info("  %s", strip_controls("  ".join(columns)))
     if not by_kind:
         log.info("nothing")
 
@@ -162,7 +167,7 @@ def _prune(run: Run, settings: StoreSettings) -> None:
     ]
     if settings.which == "others" and settings.kind is None:
         chosen = [artifact for artifact in chosen if artifact.kind not in _OF_DATA]
-    freed = say_bytes(sum(map(size, chosen)))
+    freed = say_bytes(sum(map(measure_size, chosen)))
     if not settings.confirm or run.cfg.dry_run:
         for artifact in chosen:
             log.info("%s %s  %s", artifact.kind, artifact.key, _describe(artifact) or "half made")
@@ -194,7 +199,7 @@ def _export(store: Store, settings: StoreSettings, cfg: DictConfig) -> None:
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise InputError(f"{out} is not an empty folder: export into a new one")
     artifact = chosen[0]
-    files = {name: artifact.file(name) for name in artifact.files} | {MANIFEST: artifact.folder / MANIFEST}
+    files = {name: artifact.find_file(name) for name in artifact.files} | {MANIFEST: artifact.folder / MANIFEST}
     with make_folder(out, planned={name: file.stat().st_size for name, file in files.items()}) as folder:
         companions = _list_companions(cfg, artifact, folder)
         for name, file in files.items():
@@ -212,7 +217,7 @@ def _read_results(store: Store, artifact: Artifact) -> dict[str, float]:
     """What the store's evaluations of a model on test parts say: values by `task/metric`."""
     return {
         f"{each.content['task']}/{metric}": value
-        for each in store.artifacts()
+        for each in store.list_artifacts()
         if each.kind == "evaluations"
         and each.content.get("model") == artifact.key
         and each.content.get("part") == "test"

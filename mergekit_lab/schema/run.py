@@ -20,7 +20,7 @@ from mergekit_lab.backbones import Backbone, Linearized, LoRA, Parametrization
 from mergekit_lab.errors import InputError, say_error
 from mergekit_lab.evaluation.search import import_optuna
 from mergekit_lab.merging import Method
-from mergekit_lab.optim import gradient_evaluations
+from mergekit_lab.optim import count_gradient_evaluations
 from mergekit_lab.optim.offset import OffsetOptimizer
 from mergekit_lab.ranges import FASTEST, require
 from mergekit_lab.reporting import Tracker
@@ -134,7 +134,7 @@ class Search:
         """Whether anything is searched."""
         return self.method == "cma_es" or bool(self.coefficients)
 
-    def content(self) -> dict[str, Any]:
+    def describe_content(self) -> dict[str, Any]:
         """The part that decides a choice, for the keys of results."""
         if self.method == "cma_es":
             return {"search": self.method, **{name: getattr(self, name) for name in _OF_CMA_ES}}
@@ -145,7 +145,7 @@ class Search:
             content["patience"] = self.patience
         return content
 
-    def variants(self, method: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def list_variants(self, method: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Every combination of the searched values of fields that a method has; `[{}]` for none."""
         searched = {name: values for name, values in (self.fields or {}).items() if name in method}
         return [dict(zip(searched, values, strict=True)) for values in product(*searched.values())]
@@ -347,7 +347,7 @@ def count_evaluations_a_step(node: DictConfig) -> Fraction:
     It is built for that, so that its complaints come before any training.
     """
     try:
-        return gradient_evaluations(_build_alone(node))
+        return count_gradient_evaluations(_build_alone(node))
     except (ValueError, TypeError) as error:
         raise InputError(f"the optimizer cannot be built: {say_error(error)}") from None
 

@@ -95,7 +95,7 @@ class Artifact:
     created: str = ""
     schema: int = SCHEMA
 
-    def file(self, name: str) -> Path:
+    def find_file(self, name: str) -> Path:
         """A file's path; its bytes are compared with the hash in the manifest, once in a process.
 
         Raises:
@@ -103,7 +103,7 @@ class Artifact:
         """
         path = self.folder / name
         if name in self.files and path not in _sound:
-            if wrong := self.damage(name):
+            if wrong := self.find_damage(name):
                 raise InputError(
                     f"{wrong}: delete the folder {self.folder} (or run stage=store store.action=verify "
                     "store.confirm=true), and it is made again"
@@ -111,7 +111,7 @@ class Artifact:
             _sound.add(path)
         return path
 
-    def damage(self, name: str) -> str | None:
+    def find_damage(self, name: str) -> str | None:
         """A damaged file's problem, or None.
 
         Raises:
@@ -192,14 +192,14 @@ class Store:
                 "(or run stage=store store.action=verify store.confirm=true) to make it again"
             ) from None
 
-    def artifacts(self) -> Iterator[Artifact]:
+    def list_artifacts(self) -> Iterator[Artifact]:
         """All that is published, by kind and age; what has a damaged manifest is left out.
 
         Raises:
             InputError: a folder of the store, or of an artifact, cannot be read.
         """
         aged = []
-        for folder in self.folders():
+        for folder in self.list_folders():
             try:
                 aged.append(((folder / MANIFEST).stat().st_mtime, read_artifact(folder)))
             except PermissionError as error:
@@ -208,7 +208,7 @@ class Store:
                 continue
         yield from (artifact for _, artifact in sorted(aged, key=lambda pair: (pair[1].kind, pair[0])))
 
-    def folders(self) -> Iterator[Path]:
+    def list_folders(self) -> Iterator[Path]:
         """What stands where artifacts are published, sound or not; what is being made is not among it.
 
         Raises:

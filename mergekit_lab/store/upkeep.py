@@ -56,7 +56,7 @@ def find_damages(artifacts: Iterable[Artifact]) -> list[Damage]:
     damaged or another artifact's. What others remove meanwhile is left out."""
     wrong = []
     for artifact in artifacts:
-        messages = [message for name in artifact.files if (message := artifact.damage(name))]
+        messages = [message for name in artifact.files if (message := artifact.find_damage(name))]
         try:
             read = read_artifact(artifact.folder)
             if make_key(read.content, read.schema) != artifact.key:
@@ -78,7 +78,7 @@ def find_unreadable(store: Store) -> Iterator[Artifact]:
     Raises:
         InputError: a folder of the store cannot be read, so that nothing can be said of what is in it.
     """
-    for folder in store.folders():
+    for folder in store.list_folders():
         try:
             read_artifact(folder)
         except DAMAGE:
@@ -153,7 +153,7 @@ def find_nearest(
 
     If no setting differs, it was made under another schema.
     """
-    pairs = [(a, list_differences(wanted, a.content)) for a in store.artifacts() if a.kind == kind]
+    pairs = [(a, list_differences(wanted, a.content)) for a in store.list_artifacts() if a.kind == kind]
     return min(pairs, key=lambda pair: len(pair[1]), default=None)
 
 
@@ -163,7 +163,7 @@ def is_older(artifact: Artifact, days: float) -> bool:
     return (datetime.now(UTC) - made) / timedelta(days=1) > days
 
 
-def size(artifact: Artifact) -> int:
+def measure_size(artifact: Artifact) -> int:
     """Bytes of its files."""
     return sum(state.st_size for state in _list_states(artifact.folder) if stat.S_ISREG(state.st_mode))
 
@@ -222,7 +222,7 @@ def adopt(store: Store, folder: Path) -> Artifact:
     if digest not in (None, wanted):  # older ones have none
         raise InputError(f"{path} was changed: it is not as it was published")
     origin = Artifact(kind, key, folder, {}, files=files)
-    wrong = [message for name in files if (message := origin.damage(name))]
+    wrong = [message for name in files if (message := origin.find_damage(name))]
     if wrong:
         raise InputError("; ".join(wrong))
 

@@ -55,16 +55,16 @@ class GlyphTask(ImageTask):
 
     @classmethod
     @abstractmethod
-    def candidates(cls) -> Pairs:
+    def list_candidates(cls) -> Pairs:
         """The (face, code point) pairs that show each class, by part."""
 
     @classmethod
-    def pairs(cls) -> Pairs:
-        """`candidates` without pictures that are in two parts, have two labels, or have no ink."""
+    def list_pairs(cls) -> Pairs:
+        """`list_candidates` without pictures that are in two parts, have two labels, or have no ink."""
         return _keep_disjoint(cls)
 
     def make(self, part: Part) -> ImageSamples:
-        pairs = self.pairs()[part]
+        pairs = self.list_pairs()[part]
         size = {"train": self.train_size, "validation": self.validation_size, "test": self.test_size}[part]
         key = f"{type(self).__name__} {part} {self.seed}"
         generator = torch.Generator().manual_seed(int(hashlib.sha256(key.encode()).hexdigest()[:12], 16))
@@ -82,7 +82,7 @@ class GlyphTask(ImageTask):
 
 @cache
 def _keep_disjoint(task: type[GlyphTask]) -> Pairs:
-    candidates = task.candidates()
+    candidates = task.list_candidates()
     labels: dict[str, set[int]] = {}
     for part in PARTS:
         for label, options in enumerate(candidates[part]):
@@ -106,7 +106,7 @@ def _keep_disjoint(task: type[GlyphTask]) -> Pairs:
     return parts
 
 
-def _by_family(codes: list[list[int]], styles: tuple[str, ...] | None = None) -> Pairs:
+def _choose_by_family(codes: list[list[int]], styles: tuple[str, ...] | None = None) -> Pairs:
     return {
         part: tuple(
             tuple(
@@ -121,7 +121,7 @@ def _by_family(codes: list[list[int]], styles: tuple[str, ...] | None = None) ->
     }
 
 
-def _by_character(choices: list[tuple[tuple[Face, ...], list[int]]]) -> Pairs:
+def _choose_by_character(choices: list[tuple[tuple[Face, ...], list[int]]]) -> Pairs:
     """Of every five characters three are for training, one for validation, one for the test."""
     positions: dict[Part, tuple[int, ...]] = {"train": (0, 2, 4), "validation": (3,), "test": (1,)}
     return {
@@ -143,8 +143,8 @@ class _Alphabet(GlyphTask):
     styles: ClassVar[tuple[str, ...] | None] = None
 
     @classmethod
-    def candidates(cls) -> Pairs:
-        return _by_family([[ord(symbol)] for symbol in cls.symbols], cls.styles)
+    def list_candidates(cls) -> Pairs:
+        return _choose_by_family([[ord(symbol)] for symbol in cls.symbols], cls.styles)
 
 
 @dataclass(frozen=True)
@@ -232,13 +232,13 @@ class Accents(GlyphTask):
     )
 
     @classmethod
-    def candidates(cls) -> Pairs:
+    def list_candidates(cls) -> Pairs:
         rows: list[list[int]] = [[] for _ in cls.classes]
         for code in (*range(0xC0, 0x250), *range(0x1E00, 0x1F00)):
             match = re.fullmatch(r"LATIN (?:SMALL|CAPITAL) LETTER [A-Z] WITH ([A-Z ]+)", _name(code))
             if match and match[1].lower() in cls.classes:
                 rows[cls.classes.index(match[1].lower())].append(code)
-        return _by_family(rows)
+        return _choose_by_family(rows)
 
 
 # Digits, Latin capitals and extensions, IPA, Greek capitals, Cyrillic capitals and extensions, Armenian.
@@ -271,7 +271,7 @@ class Style(GlyphTask):
     )
 
     @classmethod
-    def candidates(cls) -> Pairs:
+    def list_candidates(cls) -> Pairs:
         others = {digest(*pair) for task in (Latin, Greek, Cyrillic, Accents) for pair in _list_all(task)}
         drawn = select_faces(["sans", "serif"])
         codes = [
@@ -282,11 +282,11 @@ class Style(GlyphTask):
             if not others & {digest(face, code) for face in drawn if code in list_characters(face)}
         ]
         own = [select_faces([name.split()[-1]], [name.rpartition(" ")[0]]) for name in cls.classes]
-        return _by_character([(face, codes) for face in own])
+        return _choose_by_character([(face, codes) for face in own])
 
 
 def _list_all(task: type[GlyphTask]) -> list[Pair]:
-    return [pair for rows in task.candidates().values() for row in rows for pair in row]
+    return [pair for rows in task.list_candidates().values() for row in rows for pair in row]
 
 
 def _name(code: int) -> str:

@@ -61,9 +61,9 @@ class HarnessTask(Task):
         self.make(part)
 
     def digest(self) -> str:
-        return hashlib.sha256(json.dumps(self.content(), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self.describe_content(), sort_keys=True).encode()).hexdigest()
 
-    def content(self) -> dict[str, Any]:
+    def describe_content(self) -> dict[str, Any]:
         """What decides a score besides the model: versions, settings, and the bytes of your own task files.
 
         Raises:

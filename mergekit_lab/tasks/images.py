@@ -130,7 +130,7 @@ class HubImages(ImageTask):
     def templates(self) -> tuple[str, ...]:  # type: ignore[override]
         return _read_lines("templates", self.prompts, self.name)
 
-    def folder(self) -> Path | None:
+    def find_folder(self) -> Path | None:
         """The data's local folder, or None if it must be downloaded first.
 
         Raises:
@@ -184,7 +184,7 @@ class HubImages(ImageTask):
         Raises:
             InputError: the training or test part is missing, or a file cannot be read.
         """
-        folder = self.folder() or self.download()
+        folder = self.find_folder() or self.download()
         by_part: dict[str, Rows] = {}
         for part in PARTS:
             rows = open_rows(folder, self.parts[part], self.subset, self.image_column, self.label_column)
@@ -337,7 +337,7 @@ class HubImages(ImageTask):
             return {"task": self.name, "part": part, "images": len(chosen)}
 
         if self.keep is None:
-            data = _in_memory(make)
+            data = _make_in_memory(make)
         else:
             size = int(3 * sizes.prod(1).sum())
             data = map_file(self.keep("images", content, size, make) / _FILES[0])
@@ -345,7 +345,7 @@ class HubImages(ImageTask):
         return ImageSamples(images, torch.from_numpy(labels))
 
 
-def _in_memory(make: Make) -> torch.Tensor:
+def _make_in_memory(make: Make) -> torch.Tensor:
     from tempfile import TemporaryDirectory
 
     with TemporaryDirectory() as folder:

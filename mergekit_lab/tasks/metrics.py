@@ -115,14 +115,14 @@ def rouge_l_trace(predictions: Sequence[str], references: Sequence[str], sources
     longest common subsequences of all pairs of sentences. Recall is their share of the reference's distinct
     words, precision of the prediction's. A prediction without words scores 0; TRACE's script skips it.
     """
-    return _average([_rouge_l_of_summary(p, r) for p, r in zip(predictions, references, strict=True)])
+    return _average([_score_summary(p, r) for p, r in zip(predictions, references, strict=True)])
 
 
-def _rouge_l_of_summary(prediction: str, reference: str) -> float:
+def _score_summary(prediction: str, reference: str) -> float:
     said, wanted = (_split_sentences(text) for text in (prediction, reference))
     if not said or not wanted:
         return 0.0
-    hits = {word for r in wanted for p in said for word in _longest_common_subsequence(r, p)}
+    hits = {word for r in wanted for p in said for word in _find_longest_common_subsequence(r, p)}
     precision, recall = (len(hits) / len(set().union(*sentences)) for sentences in (said, wanted))
     return 2 * precision * recall / (precision + recall + 1e-8)
 
@@ -132,7 +132,7 @@ def _split_sentences(text: str) -> list[list[str]]:
     return [sentence.split() or [""] for sentence in text.split(".") if sentence]
 
 
-def _longest_common_subsequence(x: Sequence[str], y: Sequence[str]) -> list[str]:
+def _find_longest_common_subsequence(x: Sequence[str], y: Sequence[str]) -> list[str]:
     """Of several as long, the one that is met first by going backwards and shortening `y` before `x`."""
     lengths = [[0] * (len(y) + 1) for _ in range(len(x) + 1)]
     for i, a in enumerate(x, start=1):
@@ -187,7 +187,7 @@ def _score_operations(
     wanted = s_all & r
     precision = _divide(sum(right[g] / kept[g] for g in right), len(kept))
     recall = _divide(right.total(), wanted.total())
-    keep = _f1(precision, recall)
+    keep = _compute_f1(precision, recall)
 
     gone = s_all - c_all
     rightly = gone - r
@@ -195,14 +195,14 @@ def _score_operations(
 
     added, missing = set(c) - set(s), set(r) - set(s)
     good = added & set(r)
-    return keep, delete, _f1(_divide(len(good), len(added)), _divide(len(good), len(missing)))
+    return keep, delete, _compute_f1(_divide(len(good), len(added)), _divide(len(good), len(missing)))
 
 
 def _divide(part: float, whole: float) -> float:
     return part / whole if whole else 1.0
 
 
-def _f1(precision: float, recall: float) -> float:
+def _compute_f1(precision: float, recall: float) -> float:
     return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
 
 
@@ -241,13 +241,15 @@ def spearman(predictions: Sequence[str], references: Sequence[str], sources: Seq
     """Rank correlation of numbers (GLUE's STS-B), in [-1, 1]. Text that is no number counts as 0."""
     from torchmetrics.functional.regression import spearman_corrcoef
 
-    p, r = (torch.tensor([_number(x) for x in side], dtype=torch.float64) for side in (predictions, references))
+    p, r = (
+        torch.tensor([_read_number(x) for x in side], dtype=torch.float64) for side in (predictions, references)
+    )
     if not (p.std(correction=0) > 0 and r.std(correction=0) > 0):
         return 0.0
     return float(spearman_corrcoef(p, r))
 
 
-def _number(text: str) -> float:
+def _read_number(text: str) -> float:
     try:
         number = float(text.strip())
     except ValueError:

@@ -20,7 +20,7 @@ def find_held_out() -> frozenset[str]:
         for task in SHIPPED
         for part in PARTS
         if part != "train"
-        for options in task.pairs()[part]
+        for options in task.list_pairs()[part]
         for pair in options
     )
 

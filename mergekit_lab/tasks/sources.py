@@ -60,7 +60,7 @@ class Rows(ABC):
         """A row's image as messages call it."""
 
 
-def _in_chunks(total: int) -> list[range]:
+def _list_chunks(total: int) -> list[range]:
     return [range(start, min(start + _CHUNK, total)) for start in range(0, total, _CHUNK)]
 
 
@@ -87,7 +87,7 @@ class ParquetRows(Rows):
                     f"{file} has no column {label!r} of labels; columns: "
                     f"{join_names(opened.schema_arrow.names)}"
                 )
-            self.label_names = _label_names(opened.schema_arrow, label)
+            self.label_names = _name_labels(opened.schema_arrow, label)
             first = len(labels)
             with explain_parquet_errors(file):
                 labels += parquet.read_table(file, columns=[label]).column(label).to_pylist()
@@ -165,7 +165,7 @@ def _find_image_column(file: Path, schema: Any, wanted: str) -> str:
     return str(candidates[0])
 
 
-def _label_names(schema: Any, label: str) -> tuple[str, ...] | None:
+def _name_labels(schema: Any, label: str) -> tuple[str, ...] | None:
     """The names that the hub's library writes into a file's header."""
     try:
         names = json.loads(schema.metadata[b"huggingface"])["info"]["features"][label]["names"]
@@ -231,7 +231,7 @@ class FolderRows(Rows):
         refuse_no_files(self._images)
         self.labels = np.array([number for number, _ in images], dtype=np.int64)
         self.label_names = tuple(classes)
-        self.chunks = _in_chunks(len(images))
+        self.chunks = _list_chunks(len(images))
         self.files = self._images
 
     def load(self, chunk: int) -> list[bytes]:
@@ -272,7 +272,7 @@ class TarRows(Rows):
                     self._members.append((file, member.offset_data, member.size, member.name))
                     labels.append(numbers[key])
         self.labels = np.array(labels, dtype=np.int64)
-        self.chunks = _in_chunks(len(labels))
+        self.chunks = _list_chunks(len(labels))
 
     def load(self, chunk: int) -> list[bytes]:
         images = []
@@ -344,7 +344,7 @@ class Fer2013Rows(Rows):
         self._pixels = [row["pixels"] or "" for _, row in rows]
         self.labels = np.array(numbers, dtype=np.int64)
         self.label_names = _FER2013_LABELS
-        self.chunks = _in_chunks(len(rows))
+        self.chunks = _list_chunks(len(rows))
 
     def load(self, chunk: int) -> list[bytes]:
         return [_encode_gray(self._pixels[row]) for row in self.chunks[chunk]]

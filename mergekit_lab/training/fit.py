@@ -198,11 +198,11 @@ class _Kept(ModelCheckpoint):
     """Finds its files again where their folder has been moved since, or is seen under another path."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        def here(file: str) -> str:
+        def find_here(file: str) -> str:
             return str(Path(self.dirpath or "", Path(file).name)) if file else ""
 
-        moved = {name: here(state_dict[name]) for name in ("best_model_path", "kth_best_model_path")}
-        best = {here(file): score for file, score in state_dict["best_k_models"].items()}
+        moved = {name: find_here(state_dict[name]) for name in ("best_model_path", "kth_best_model_path")}
+        best = {find_here(file): score for file, score in state_dict["best_k_models"].items()}
         super().load_state_dict(state_dict | moved | {"best_k_models": best, "dirpath": self.dirpath})
 
 

@@ -31,7 +31,7 @@ class _Point:
     def arrived(self) -> bool:
         return self.ready is None or self.ready.query()
 
-    def numbers(self) -> list[float]:
+    def read(self) -> list[float]:
         if self.ready is not None:
             self.ready.synchronize()
         return to_list(self.values)
@@ -97,7 +97,7 @@ class RecordedModule(lightning.LightningModule):
         """Record the points of the training curve that have arrived, or all of them."""
         while self._points and (wait or self._points[0].arrived):
             point = self._points.popleft()
-            loss, rate, bad = point.numbers()
+            loss, rate, bad = point.read()
             self._refuse_bad(int(bad))
             self._record({"train_loss": loss, "lr": rate}, point.step)
 

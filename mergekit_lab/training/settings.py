@@ -150,7 +150,7 @@ class TrainingSettings:
         )
         return replace(self, steps=steps, warmup_steps=whole)
 
-    def content(self) -> dict[str, Any]:
+    def describe_content(self) -> dict[str, Any]:
         """The part of planned settings that enters keys. Settings of speed are left out, and so are defaults of
         settings that are newer than existing keys.
         """

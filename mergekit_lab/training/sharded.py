@@ -59,13 +59,13 @@ def _spread(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """An optimizer's state dict with what has a parameter's shape sharded as the parameter is."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
-    def like_parameter(position: int, value: Any) -> Any:
+    def to_parameter(position: int, value: Any) -> Any:
         fits = isinstance(value, Tensor) and value.shape == parameters[position].shape
         return spread_like(value, parameters[position]) if fits else value
 
     spread = dict(state)
     spread["state"] = {
-        position: {name: like_parameter(position, value) for name, value in own.items()}
+        position: {name: to_parameter(position, value) for name, value in own.items()}
         for position, own in state["state"].items()
     }
     if isinstance(optimizer, WrappedOptimizer):
@@ -73,6 +73,6 @@ def _spread(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         for name in optimizer.saved_tensors:
             by_position = state[STATE_KEY][name]
             spread[STATE_KEY][name] = {
-                position: like_parameter(position, t) for position, t in by_position.items()
+                position: to_parameter(position, t) for position, t in by_position.items()
             }
     return spread

@@ -36,7 +36,9 @@ def told(file: Path) -> dict[str, object]:
 
 def card(file: Path, name: str = "cars", **more: Any) -> str:
     base = fingerprint(open_checkpoint(file))
-    return Card(name, "TIES", {name: name}, base, {name: base}, {name: [name]}, {"torch": "2"}, **more).text()
+    return Card(
+        name, "TIES", {name: name}, base, {name: base}, {name: [name]}, {"torch": "2"}, **more
+    ).format_text()
 
 
 def test_small_files_have_their_sha256(tmp_path) -> None:

@@ -43,9 +43,11 @@ def test_a_dry_run_tells_buffers_that_are_computed_from_those_that_must_agree(tm
     expert = {name: base[name] for name in ("w", "steps")}
     said = report(prepare(base, [expert], METHOD_OF_ONE, read=False, device="cpu"), tmp_path / "o")
     assert said.works
-    assert "1 buffers that the model computes, copied whatever experts have: e.position_ids" in said.text()
-    assert "1 integer buffers, copied; the experts' must be equal (batch norm's" in said.text()
-    assert "buffers that a model computes are taken from the base: e.position_ids" in said.text()
+    assert (
+        "1 buffers that the model computes, copied whatever experts have: e.position_ids" in said.format_text()
+    )
+    assert "1 integer buffers, copied; the experts' must be equal (batch norm's" in said.format_text()
+    assert "buffers that a model computes are taken from the base: e.position_ids" in said.format_text()
 
 
 def test_a_dry_run_foretells_the_size_of_factors(tmp_path) -> None:
@@ -56,7 +58,7 @@ def test_a_dry_run_foretells_the_size_of_factors(tmp_path) -> None:
     size = sum(spec.nbytes for spec in specs.values())
     said = report(
         prepare(base, experts, method, read=False, device="cpu"), tmp_path / "o", format="low_rank"
-    ).text()
+    ).format_text()
     assert f"{len(specs)} tensors in 1 files, {size / 1000:.1f} kB of disk" in said
 
 
@@ -74,7 +76,7 @@ def test_numbers_by_name_do_not_stand_in_the_way_of_a_dry_run(tmp_path, method: 
     experts = {name: {n: v + 1 for n, v in base.items()} for name in ("cars", "dtd")}
     said = report(prepare(base, experts, method, read=False, device="cpu"), tmp_path / "o")
     assert said.works, said.problems
-    assert "unknown" not in said.text()
+    assert "unknown" not in said.format_text()
 
 
 def test_a_dry_run_refuses_a_weight_average_without_a_sum(tmp_path) -> None:

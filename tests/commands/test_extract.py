@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkpoints.models import gpt2, llama, save, tuned
 from composing import composed
+from hub_server import holds
 
 import mergekit_lab
 from mergekit_lab import InputError, open_checkpoint
@@ -129,12 +130,17 @@ def test_adapters_of_more_than_linear_layers_need_a_rank_and_the_card_says_what_
 
     save(llama(), tmp_path / "base")
     config = LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], init_lora_weights=False)
-    get_peft_model(llama(), config).save_pretrained(tmp_path / "lora")
+    adapted = get_peft_model(llama(), config)
+    adapted.peft_config["default"].base_model_name_or_path = "/home/somebody/other"
+    adapted.save_pretrained(tmp_path / "lora")
     how = (tmp_path / "base", [tmp_path / "lora"], tmp_path / "out", TaskArithmetic())
     with pytest.raises(InputError, match=r"an expert's adapter is more than LoRA of linear layers \(DoRA, emb"):
         mergekit_lab.merge(*how, device="cpu", format="adapter")
     out = mergekit_lab.merge(*how, device="cpu", format="adapter", rank=2)
-    assert "adapter of rank 2, exact in what it holds; relative error" in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert "adapter of rank 2, exact in what it holds; relative error" in card
+    assert "trained on 'other'" in card
+    assert not holds(out, "somebody")
 
 
 def test_the_commands_write_adapters(tmp_path) -> None:

@@ -81,7 +81,7 @@ def test_models_of_the_hub_are_related_by_merging() -> None:
     from mergekit_lab.checkpoints import Card
 
     one = {"label": "a/b", "tensors": 1, "layout_sha256": "0" * 64}
-    text = Card("m", "TIES", {}, one, {"c": one}, {}, {"torch": "2"}, hub_ids=["a/b", "c/d"]).text()
+    text = Card("m", "TIES", {}, one, {"c": one}, {}, {"torch": "2"}, hub_ids=["a/b", "c/d"]).format_text()
     header = yaml.safe_load(text.split("---\n")[1])
     assert header["base_model"] == ["a/b", "c/d"]
     assert header["base_model_relation"] == "merge"

@@ -65,7 +65,7 @@ def test_the_fit_of_the_page_is_the_optimizer_s() -> None:
 
 def test_the_groups_of_the_page_have_their_own_radii() -> None:
     optimizer = block_with('"rho": 0.5')["optimizer"]
-    assert optimizer.group_values("rho") == [0.01, 0.5]
+    assert optimizer.list_values("rho") == [0.01, 0.5]
 
 
 @pytest.mark.parametrize("name", CLASSES)

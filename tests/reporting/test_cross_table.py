@@ -8,8 +8,8 @@ import pytest
 from mergekit_lab import InputError
 from mergekit_lab.reporting import (
     build_table,
-    cross_tabulate,
     print_table,
+    tabulate_across,
     to_csv,
     to_latex,
     to_markdown,
@@ -23,7 +23,7 @@ def records(study):
 
 
 def test_a_cell_is_the_mean_over_tasks_then_mean_and_deviation_over_seeds(records) -> None:
-    found = cross_tabulate(records, "optimizer×merger")
+    found = tabulate_across(records, "optimizer×merger")
     assert found.rows == ("optimizer0", "optimizer1", "optimizer2")
     assert found.columns == ("zero-shot", "experts", "merger0", "merger1", "merger2", "+joint")
     of_seed = [
@@ -42,19 +42,19 @@ def test_a_cell_is_the_mean_over_tasks_then_mean_and_deviation_over_seeds(record
 
 def test_values_and_tasks_can_be_the_measure_and_the_columns(study) -> None:
     records = study(tasks=3, mergers=2)
-    found = cross_tabulate(records, "merger*task", "value")
+    found = tabulate_across(records, "merger*task", "value")
     assert found.columns == ("task0", "task1", "task2")
     (record,) = [r for r in records if r.label == "merger1" and r.task == "task2"]
     cell = found.cells[found.rows.index("merger1")][2]
     assert (cell.mean, cell.sd) == (record.value, None)
     assert (
-        cross_tabulate(records, "task×merger", "value").cells[2][found.rows.index("merger1")].mean
+        tabulate_across(records, "task×merger", "value").cells[2][found.rows.index("merger1")].mean
         == record.value
     )
 
 
 def test_a_fixed_dimension_leaves_its_records_alone(records) -> None:
-    found = cross_tabulate(records, "optimizer×task@merger:merger1@seed:1", "value")
+    found = tabulate_across(records, "optimizer×task@merger:merger1@seed:1", "value")
     assert (found.rows, found.columns) == (
         ("optimizer0", "optimizer1", "optimizer2"), ("task0", "task1", "task2"),
     )  # fmt: skip
@@ -66,19 +66,19 @@ def test_a_fixed_dimension_leaves_its_records_alone(records) -> None:
             ]  # fmt: skip
             assert (cell.mean, cell.sd) == (one, None)
     assert "merger merger1, seed 1" in found.notes[0]
-    assert cross_tabulate(records, "optimizer×task@merger:experts").cells[0][0].text.startswith("100.0")
+    assert tabulate_across(records, "optimizer×task@merger:experts").cells[0][0].text.startswith("100.0")
 
 
 def test_a_merger_is_fixed_by_its_label_or_by_the_name_that_tables_show(record) -> None:
     records = [record(merger=m, task=t) for m in ("tsvm", "ties") for t in "ab"]
-    by_label, by_name = (cross_tabulate(records, f"seed×task@merger:{m}") for m in ("tsvm", "TSV-M"))
+    by_label, by_name = (tabulate_across(records, f"seed×task@merger:{m}") for m in ("tsvm", "TSV-M"))
     assert by_label.cells == by_name.cells
 
 
 def test_the_best_of_a_column_is_bold_and_the_second_underlined(record) -> None:
     values = {"sgd": 0.8, "adamw": 0.9, "sam": 0.7}
     records = [record(optimizer=name, value=value, expert_value=1.0) for name, value in values.items()]
-    found = cross_tabulate(records, "optimizer×merger")
+    found = tabulate_across(records, "optimizer×merger")
     assert [row[0].best for row in found.cells] == [False, True, False]
     assert [row[0].second for row in found.cells] == [True, False, False]
     latex = to_latex(found)
@@ -90,9 +90,9 @@ def test_the_best_of_a_column_is_bold_and_the_second_underlined(record) -> None:
 
 def test_of_two_rows_none_is_second_and_equal_ones_are_not_marked(record) -> None:
     two = [record(optimizer=name, value=v) for name, v in (("a", 0.5), ("b", 0.6))]
-    assert not any(cell.second for row in cross_tabulate(two, "optimizer×merger").cells for cell in row)
+    assert not any(cell.second for row in tabulate_across(two, "optimizer×merger").cells for cell in row)
     same = [record(optimizer=name, value=0.5) for name in "ab"]
-    assert not any(cell.best for row in cross_tabulate(same, "optimizer×merger").cells for cell in row)
+    assert not any(cell.best for row in tabulate_across(same, "optimizer×merger").cells for cell in row)
 
 
 def test_a_cell_that_lacks_a_task_is_empty_not_a_mean_of_others(study) -> None:
@@ -100,13 +100,13 @@ def test_a_cell_that_lacks_a_task_is_empty_not_a_mean_of_others(study) -> None:
         r for r in study(tasks=2, mergers=2, optimizers=2)
         if not (r.label == "merger0" and r.optimizer == "optimizer1" and r.task == "task1")
     ]  # fmt: skip
-    found = cross_tabulate(records, "optimizer×merger")
+    found = tabulate_across(records, "optimizer×merger")
     assert found.cells[1][found.columns.index("merger0")].text == "–"
     assert found.cells[0][found.columns.index("merger0")].mean is not None
 
 
 def test_csv_holds_fractions_and_deviations(records) -> None:
-    found = cross_tabulate(records, "merger×optimizer", "value")
+    found = tabulate_across(records, "merger×optimizer", "value")
     rows = list(csv.reader(to_csv(found).splitlines()))
     assert rows[0] == ["merger × optimizer", *(f"optimizer{i}{end}" for i in range(3) for end in ("", " sd"))]
     assert float(rows[3][1]) == found.cells[2][0].mean
@@ -131,7 +131,7 @@ def test_csv_holds_fractions_and_deviations(records) -> None:
 )
 def test_what_would_mix_or_is_misspelled_is_refused(records, table, measure, match) -> None:
     with pytest.raises(InputError, match=match):
-        cross_tabulate(records, table, measure)
+        tabulate_across(records, table, measure)
 
 
 def test_models_of_one_label_are_told_apart_as_in_the_leaderboard_and_never_averaged(record) -> None:
@@ -139,18 +139,18 @@ def test_models_of_one_label_are_told_apart_as_in_the_leaderboard_and_never_aver
         record(coefficient=coefficient, value=value, expert_value=1.0, optimizer=optimizer)
         for optimizer, coefficient, value in (("a", 0.3, 0.8), ("a", 1.0, 0.6), ("b", 0.3, 0.5))
     ]
-    found = cross_tabulate(by_coefficient, "optimizer×merger")
+    found = tabulate_across(by_coefficient, "optimizer×merger")
     assert found.columns == ("ties (α=0.3)", "ties (α=1)")
     assert [[cell.text for cell in row] for row in found.cells] == [["80.0", "60.0"], ["50.0", "–"]]
     by_key = [record(model_key=key * 8, evaluation_key=key) for key in "pq"]
-    assert cross_tabulate(by_key, "merger×task").rows == ("ties (pppppppp)", "ties (qqqqqqqq)")
+    assert tabulate_across(by_key, "merger×task").rows == ("ties (pppppppp)", "ties (qqqqqqqq)")
     experts = [record(kind="expert", evaluation_key=key) for key in "pq"]
     with pytest.raises(InputError, match="experts, dtd: dtd, seed 0, has several evaluations"):
-        cross_tabulate(experts, "merger×task")
+        tabulate_across(experts, "merger×task")
 
 
 def test_references_take_no_marks_from_mergers_in_rows(study) -> None:
-    found = cross_tabulate(study(tasks=2, mergers=3), "merger×task")
+    found = tabulate_across(study(tasks=2, mergers=3), "merger×task")
     marks = {
         row: ("best" if cells[0].best else "second" if cells[0].second else "")
         for row, cells in zip(found.rows, found.cells, strict=True)
@@ -161,14 +161,14 @@ def test_references_take_no_marks_from_mergers_in_rows(study) -> None:
 
 
 def test_spaces_around_the_sign_mean_nothing(records) -> None:
-    assert cross_tabulate(records, "optimizer × merger") == cross_tabulate(records, "optimizer*merger")
+    assert tabulate_across(records, "optimizer × merger") == tabulate_across(records, "optimizer*merger")
 
 
 @pytest.mark.parametrize("width", [80, 30])
 def test_a_narrow_terminal_shows_every_number_in_tables_below_each_other(study, width: int) -> None:
     from rich.console import Console
 
-    found = cross_tabulate(study(tasks=1, mergers=9, optimizers=2), "optimizer×merger")
+    found = tabulate_across(study(tasks=1, mergers=9, optimizers=2), "optimizer×merger")
     console = Console(record=True, width=width)
     print_table(found, console)
     lines = console.export_text().splitlines()
@@ -181,7 +181,7 @@ def test_a_narrow_terminal_shows_every_number_in_tables_below_each_other(study, 
 
 def test_names_cannot_break_out_of_latex_or_markdown(record) -> None:
     hostile = r"a_b & 50% {\bf} $x^2$ #1 ~ | <i>"
-    found = cross_tabulate([record(optimizer=hostile), record(optimizer="x")], "optimizer×merger")
+    found = tabulate_across([record(optimizer=hostile), record(optimizer="x")], "optimizer×merger")
     latex = to_latex(found)
     assert r"a\_b \& 50\% \{\textbackslash{}bf\} \$x\textasciicircum{}2\$ \#1 \textasciitilde{} | <i>" in latex
     assert "&lt;i&gt;" in to_markdown(found)
@@ -222,16 +222,16 @@ def test_references_are_never_marked_as_rows_or_columns(record) -> None:
         for optimizer, shift in (("adamw", 0.0), ("sam", 0.05))
     ]
     for measure in ("normalized", "value"):
-        found = cross_tabulate(records, "optimizer×merger", measure)
+        found = tabulate_across(records, "optimizer×merger", measure)
         marked = [name for row in found.cells for name, c in zip(found.columns, row, strict=True) if c.best]
         assert marked == ["ties"]
-    turned = cross_tabulate(records, "merger×optimizer", "value")
+    turned = tabulate_across(records, "merger×optimizer", "value")
     assert not any(cell.best for row in turned.cells for cell in row)  # there is one merger alone
 
 
 def test_shares_of_experts_of_different_strength_have_the_value_beside_them_and_a_note(record) -> None:
     def table(weak: float):
-        return cross_tabulate(
+        return tabulate_across(
             [record(value=0.45, expert_value=0.9), record(optimizer="sam", value=0.4, expert_value=weak)],
             "optimizer×merger",
         )
@@ -243,4 +243,4 @@ def test_shares_of_experts_of_different_strength_have_the_value_beside_them_and_
     assert next(csv.reader(to_csv(unequal).splitlines())) == ["optimizer × merger", "ties", "ties value"]
     assert [row[0].text for row in table(0.9).cells] == ["50.0", "44.4"]
     by_task = [record(task=task, value=0.4, expert_value=e) for task, e in (("a", 0.5), ("b", 0.9))]
-    assert cross_tabulate(by_task, "merger×task").cells[0][0].text == "80.0"  # tasks are not compared
+    assert tabulate_across(by_task, "merger×task").cells[0][0].text == "80.0"  # tasks are not compared

@@ -11,7 +11,9 @@ MERGERS = ("average", "task_arithmetic", "ties", "dare", "fisher", "tsvm", "epim
 
 def command(record, *arguments, mergers=MERGERS, **changes):
     return (
-        Origin(arguments, "now").command_for(record(**changes), mergers).removeprefix("python -m mergekit_lab ")
+        Origin(arguments, "now")
+        .make_command(record(**changes), mergers)
+        .removeprefix("python -m mergekit_lab ")
     )
 
 

@@ -246,10 +246,10 @@ def test_the_interval_of_an_average_is_drawn_else_the_deviation_over_seeds(tmp_p
     records = [record(seed=seed, value=value) for seed, value in ((0, 0.5), (1, 0.7))]
     (row,) = build_table(records).rows
     deviation = 0.2 / math.sqrt(2)
-    assert row.error_bar("average") == pytest.approx((0.6 - deviation, 0.6 + deviation))
+    assert row.compute_error_bar("average") == pytest.approx((0.6 - deviation, 0.6 + deviation))
     sure = replace(row, interval=(0.55, 0.62))
-    assert sure.error_bar("average") == (0.55, 0.62)
-    assert build_table(records[:1]).rows[0].error_bar("normalized") is None
+    assert sure.compute_error_bar("average") == (0.55, 0.62)
+    assert build_table(records[:1]).rows[0].compute_error_bar("normalized") is None
     table = replace(build_table(records), rows=(sure,))
     plots.draw_mergers(table, tmp_path)
     (panel,) = panels(tmp_path / "mergers.png")

@@ -109,7 +109,7 @@ def test_axes_with_several_values_group_the_rows_and_others_are_hidden(record):
     table = build_table([*small(record, optimizer="adamw"), *small(record, optimizer="sam")])
     assert table.axes == ("optimizer",)
     assert table.groups == (("adamw",), ("sam",))
-    assert table.sheet().names == ("optimizer", "model")
+    assert table.make_sheet().names == ("optimizer", "model")
     assert [row.label for row in table.rows] == ["zero-shot", "experts", "ties", "average", "+joint"] * 2
 
 

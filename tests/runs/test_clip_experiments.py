@@ -261,7 +261,7 @@ def test_searched_fields_are_open_and_checked_before_any_work(tmp_path: Path) ->
         more = ["search=halving", "merger=ties", f"store.root={tmp_path}", f"search.fields={given}"]
         return Run(*composed(["backbone=glyph_clip", *more])[:1], tmp_path, {"merger": "ties"})
 
-    assert made("{density: [0.3, 0.2]}").search.variants({"density": 0.1}) == [
+    assert made("{density: [0.3, 0.2]}").search.list_variants({"density": 0.1}) == [
         {"density": 0.3},
         {"density": 0.2},
     ]

@@ -164,9 +164,9 @@ def test_what_records_cannot_hold_and_what_is_not_there_is_refused(inputs, tmp_p
             backbone.make_model(), backbone.load_tokenizer(), HarnessTask("read", include_path=include)
         )
     with pytest.raises(InputError, match="has no task 'pik'; did you mean 'pick'"):
-        HarnessTask("pik", include_path=include).content()
+        HarnessTask("pik", include_path=include).describe_content()
     with pytest.raises(InputError, match=r"'ai2_arc' is a group .* name its tasks .arc_challenge, arc_easy"):
-        HarnessTask("ai2_arc", include_path=include).content()
+        HarnessTask("ai2_arc", include_path=include).describe_content()
     write_task(tmp_path, "gone", output_type="multiple_choice")
     with pytest.raises(InputError, match=r"cannot load 'gone'"):
         load_harness_task(HarnessTask("gone", include_path=str(tmp_path)))
@@ -233,7 +233,7 @@ def test_without_the_package_its_extra_is_named(monkeypatch) -> None:
 
     monkeypatch.setattr("mergekit_lab.tasks.harness.metadata.version", lacking)
     with pytest.raises(InputError, match=r"pip install 'mergekit_lab\[lm_eval\]'"):
-        HarnessTask("gsm8k").content()
+        HarnessTask("gsm8k").describe_content()
 
 
 def settled(folder: Path, *arguments: str):

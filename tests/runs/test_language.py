@@ -247,7 +247,9 @@ def test_bfloat16_weights_train_as_float32_so_that_offsets_stay_and_are_stored_a
     assert seen
     assert all(dtype == torch.float32 and share > 0.99 for dtype, share in seen)
     context = Run(cfg, tmp_path, choices)
-    expert = open_checkpoint(context.need(expert_node(context, "stories")).file("model.safetensors"), "expert")
+    expert = open_checkpoint(
+        context.need(expert_node(context, "stories")).find_file("model.safetensors"), "expert"
+    )
     assert {spec.dtype for spec in expert.specs.values()} == {torch.bfloat16}
     assert any(not torch.equal(expert[n], context.base_state[n]) for n in expert)
     with pytest.raises(InputError, match="MergOPT's small offsets"):

@@ -58,7 +58,7 @@ def folder(kept, tmp_path) -> Path:
 
 
 def keys(folder: Path) -> set[str]:
-    return {artifact.key for artifact in Store(folder / "store").artifacts() if artifact.kind == "experts"}
+    return {artifact.key for artifact in Store(folder / "store").list_artifacts() if artifact.kind == "experts"}
 
 
 def test_a_key_that_is_not_found_is_explained_by_the_first_difference(folder, caplog) -> None:

@@ -26,8 +26,8 @@ from mergekit_lab.store.upkeep import (
     find_unreadable,
     is_older,
     list_differences,
+    measure_size,
     remove,
-    size,
 )
 
 CONTENT = {"task": "digits", "training": {"lr": 1e-4, "steps": 9}, "seed": 0}
@@ -81,7 +81,7 @@ def test_killed_at_any_moment_the_next_one_makes_the_same(tmp_path) -> None:
         child.kill()
         child.join()
         store = Store(root)
-        done = list(store.artifacts())
+        done = list(store.list_artifacts())
         assert find_damages(done) == []
         for seed in range(len(done) + 1):
             assert store.obtain("experts", CONTENT | {"seed": seed}, weights()).files == whole
@@ -180,8 +180,8 @@ def test_a_damaged_checkpoint_is_named_when_it_is_read_and_by_verify(tmp_path, d
     damage(made.folder / "model.safetensors")
     found = store.find("experts", CONTENT)
     with pytest.raises(InputError, match=rf"stored experts {made.key} .*model.safetensors.*delete the folder"):
-        found.file("model.safetensors")
-    (found,) = find_damages(store.artifacts())
+        found.find_file("model.safetensors")
+    (found,) = find_damages(store.list_artifacts())
     assert found.folder == made.folder
     assert made.key in found.message
     shutil.rmtree(made.folder)
@@ -193,7 +193,7 @@ def test_a_manifest_of_another_artifact_is_named_by_whoever_reads_it(tmp_path) -
     store = Store(tmp_path)
     made, other = (store.obtain("experts", CONTENT | {"seed": seed}, weights()) for seed in (0, 1))
     shutil.copyfile(other.folder / "manifest.json", made.folder / "manifest.json")
-    (found,) = find_damages(store.artifacts())
+    (found,) = find_damages(store.list_artifacts())
     assert f"{made.key} has the manifest of another artifact" in found.message
     with pytest.raises(InputError, match=f"{made.key} has a damaged manifest .*another artifact's"):
         store.find("experts", CONTENT | {"seed": 0})
@@ -216,7 +216,7 @@ def test_a_link_to_nowhere_in_an_artifact_s_place_is_replaced(tmp_path) -> None:
     made = Store(tmp_path).obtain("experts", CONTENT, weights())
     elsewhere = made.folder.rename(tmp_path / "elsewhere")
     made.folder.symlink_to(elsewhere)
-    assert Store(tmp_path).find("experts", CONTENT).file("model.safetensors").is_file()
+    assert Store(tmp_path).find("experts", CONTENT).find_file("model.safetensors").is_file()
     shutil.rmtree(elsewhere)
     assert not Store(tmp_path).obtain("experts", CONTENT, weights()).reused
     assert not made.folder.is_symlink()
@@ -229,7 +229,7 @@ def test_an_artifact_of_an_older_schema_is_sound(tmp_path) -> None:
     del manifest["digest"]  # which it had not yet
     (old / "manifest.json").write_text(json.dumps(manifest | {"schema": 0, "key": old.name}))
     assert Store(tmp_path).find("experts", CONTENT) is None
-    assert find_damages(Store(tmp_path).artifacts()) == []
+    assert find_damages(Store(tmp_path).list_artifacts()) == []
 
 
 def test_the_nearest_artifact_and_its_first_difference_say_why_nothing_was_found(tmp_path) -> None:
@@ -248,7 +248,7 @@ def test_the_nearest_artifact_and_its_first_difference_say_why_nothing_was_found
 def test_what_is_removed_is_not_found_and_age_counts_in_days(tmp_path) -> None:
     store = Store(tmp_path)
     made = store.obtain("experts", CONTENT, weights())
-    (read,) = store.artifacts()
+    (read,) = store.list_artifacts()
     assert is_older(read, 0)
     assert not is_older(read, 1)
     assert not is_older(read, 1e23)
@@ -302,7 +302,7 @@ def test_what_a_user_may_not_read_is_no_damage_that_is_removed(tmp_path, monkeyp
 
     monkeypatch.setattr(store, {"manifest.json": "read_file", "model.safetensors": "_hash"}[name], refuse)
     with pytest.raises(InputError, match=r"cannot be read \(Permission denied\)"):
-        find_damages(Store(tmp_path).artifacts())
+        find_damages(Store(tmp_path).list_artifacts())
     assert made.folder.is_dir()
 
 
@@ -311,7 +311,7 @@ def test_what_is_no_kind_beside_the_artifacts_is_left_alone(tmp_path) -> None:
     (tmp_path / "README.txt").write_text("whose store this is")
     (tmp_path / "lost+found").symlink_to("/nowhere")
     (tmp_path / "experts/.nfs0001").write_text("")
-    assert [artifact.key for artifact in Store(tmp_path).artifacts()] == [made.key]
+    assert [artifact.key for artifact in Store(tmp_path).list_artifacts()] == [made.key]
     assert list(find_unreadable(Store(tmp_path))) == []
     (tmp_path / "fits").write_text("a file in a kind's place")
     for look in (Store(tmp_path).artifacts, lambda: find_unreadable(Store(tmp_path))):
@@ -328,7 +328,7 @@ def test_what_stands_in_an_artifact_s_place_is_named_and_taken_out(tmp_path, mak
     path = made.folder / name
     path.rename(tmp_path / ".away")
     make(path)
-    wrong = find_damages([*store.artifacts(), *find_unreadable(store)])
+    wrong = find_damages([*store.list_artifacts(), *find_unreadable(store)])
     assert {damage.folder for damage in wrong} == {made.folder}
     remove(store, made.folder)
     assert not os.path.lexists(made.folder)
@@ -340,7 +340,7 @@ def test_what_stands_in_an_artifact_s_place_is_named_and_taken_out(tmp_path, mak
 def test_what_stands_in_an_artifact_s_folder_s_place_is_replaced_by_the_artifact(tmp_path, make) -> None:
     (tmp_path / "experts").mkdir()
     make(tmp_path / "experts" / KEY)
-    assert Store(tmp_path).obtain("experts", CONTENT, weights()).file("model.safetensors").is_file()
+    assert Store(tmp_path).obtain("experts", CONTENT, weights()).find_file("model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("make", [Path.touch, os.mkfifo, loop])
@@ -375,7 +375,7 @@ def test_a_hostile_manifest_is_damage_like_any_other(tmp_path, text) -> None:
     store = Store(tmp_path)
     made, other = (store.obtain("experts", CONTENT | {"seed": seed}, weights()) for seed in (0, 1))
     (made.folder / "manifest.json").write_text(text)
-    assert [artifact.key for artifact in store.artifacts()] == [other.key]
+    assert [artifact.key for artifact in store.list_artifacts()] == [other.key]
     (wrong,) = find_damages(find_unreadable(store))
     assert wrong.folder == made.folder
     assert "damaged manifest" in wrong.message
@@ -397,12 +397,12 @@ def test_content_that_is_nested_without_end_names_nothing() -> None:
 def test_a_removal_that_was_cut_is_listed_and_ended_by_the_next(tmp_path) -> None:
     store = Store(tmp_path)
     made = store.obtain("experts", CONTENT, weights())
-    bytes_of_it = size(made)
+    bytes_of_it = measure_size(made)
     (tmp_path / "work/removed").mkdir(parents=True)
     made.folder.rename(tmp_path / "work/removed/abc")  # and killed here
     (left,) = find_half_made(store)
     assert (left.kind, left.key) == ("removed", "abc")
-    assert size(left) == bytes_of_it
+    assert measure_size(left) == bytes_of_it
     remove(store, left.folder)
     assert list(find_half_made(store)) == []
     assert list((tmp_path / "work/removed").iterdir()) == []
@@ -441,7 +441,7 @@ def test_content_and_files_may_have_names_that_are_no_unicode(tmp_path) -> None:
 
     content = CONTENT | {"path": "\udcff", "name": "Ünïcode"}
     made = Store(tmp_path).obtain("experts", content, make)
-    assert Store(tmp_path).find("experts", content).file("\udcff").read_text() == "x"
+    assert Store(tmp_path).find("experts", content).find_file("\udcff").read_text() == "x"
     assert "Ünïcode" in (made.folder / "manifest.json").read_text()
 
 
@@ -456,7 +456,7 @@ def test_an_exported_folder_is_the_same_artifact_in_another_store(tmp_path) -> N
     made = adopt(Store(tmp_path / "two"), folder)
     assert made.key == KEY
     assert made.info["val_accuracy"] == 1.0
-    assert torch.equal(torch.tensor(1.0).expand(8, 8), _read(made.file("model.safetensors")))
+    assert torch.equal(torch.tensor(1.0).expand(8, 8), _read(made.find_file("model.safetensors")))
 
 
 def _read(path: Path) -> torch.Tensor:

@@ -13,7 +13,7 @@ TASKS = [Digits(), Mnist(), *(task() for task in SHIPPED)]
 
 
 def pictures(task, part):
-    return {digest(*pair) for options in task.pairs()[part] for pair in options}
+    return {digest(*pair) for options in task.list_pairs()[part] for pair in options}
 
 
 @pytest.mark.parametrize("task", SHIPPED, ids=lambda task: task.__name__)
@@ -24,13 +24,13 @@ def test_clean_bitmaps_of_the_parts_are_disjoint(task):
 
 @pytest.mark.parametrize("task", [t for t in SHIPPED if t is not Style], ids=lambda task: task.__name__)
 def test_parts_have_font_families_of_their_own(task):
-    families = [{face.family for row in task.pairs()[part] for face, _ in row} for part in PARTS]
+    families = [{face.family for row in task.list_pairs()[part] for face, _ in row} for part in PARTS]
     for one, other in itertools.combinations(families, 2):
         assert not one & other
 
 
 def test_style_parts_have_characters_of_their_own():
-    characters = [{code for row in Style.pairs()[part] for _, code in row} for part in PARTS]
+    characters = [{code for row in Style.list_pairs()[part] for _, code in row} for part in PARTS]
     for one, other in itertools.combinations(characters, 2):
         assert not one & other
 
@@ -39,7 +39,7 @@ def test_a_clean_bitmap_has_one_label_over_all_tasks():
     labels = {}
     for task in SHIPPED:
         for part in PARTS:
-            for name, options in zip(task.classes, task.pairs()[part], strict=True):
+            for name, options in zip(task.classes, task.list_pairs()[part], strict=True):
                 for pair in options:
                     labels.setdefault(digest(*pair), set()).add((task.__name__, name))
     assert [found for found in labels.values() if len(found) > 1] == []

@@ -103,9 +103,9 @@ def test_clipping_leaves_the_ascent_gradient_as_it_is(tmp_path, head) -> None:
     norms = []
 
     class Probe(SAM):
-        def perturbation(self, params, grads):
+        def compute_perturbation(self, params, grads):
             norms.append(float(torch.cat([g.flatten() for g in grads]).norm()))
-            return super().perturbation(params, grads)
+            return super().compute_perturbation(params, grads)
 
     settings = TrainingSettings(steps=1, batch_size=8, lr=1.0, weight_decay=0.0, clip_norm=1e-3, validations=1)
     run(tmp_path, head, partial(Probe, base=base, rho=0.5), settings)

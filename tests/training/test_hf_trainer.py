@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.optim import RWP, SAM, SWA, MergOPT, gradient_evaluations, refuse_accumulation
+from mergekit_lab.optim import RWP, SAM, SWA, MergOPT, count_gradient_evaluations, refuse_accumulation
 from mergekit_lab.training import hf_trainer
 from mergekit_lab.training.hf_trainer import make_trainer_callback
 
@@ -217,7 +217,7 @@ def test_accumulation_is_refused_behind_accelerate_s_wrapper_too() -> None:
     problem = Problem(torch.float32)
     optimizer = SAM(problem.model.named_parameters(), base=ADAMW)
     _, wrapped = Accelerator(cpu=True).prepare(problem.model, optimizer)
-    assert gradient_evaluations(wrapped) == 2
+    assert count_gradient_evaluations(wrapped) == 2
     refuse_accumulation(wrapped, 1)
     with pytest.raises(InputError, match=r"SAM evaluates its batch 2 times.*the last of 3 accumulated"):
         refuse_accumulation(wrapped, 3)

@@ -11,7 +11,7 @@ from training.test_fit import OPTIMIZERS, Cut
 
 from mergekit_lab import InputError
 from mergekit_lab.backbones import AttentionLinear, Full, Linearized, LoRA
-from mergekit_lab.optim import SAM, MergOPT, gradient_evaluations
+from mergekit_lab.optim import SAM, MergOPT, count_gradient_evaluations
 from mergekit_lab.training import TrainingSettings, clock, finetune
 
 QUIET = {"accelerator": "cpu", "enable_progress_bar": False}
@@ -180,7 +180,7 @@ def test_a_run_under_a_clock_that_was_cut_goes_on_with_the_seconds_it_had_left(
 
 def test_what_a_step_costs_counts_every_evaluation_and_a_part_of_a_batch_as_that_part(head) -> None:
     parameters = list(Attentive().named_parameters())
-    cost = {name: float(gradient_evaluations(make(parameters))) for name, make in OPTIMIZERS.items()}
+    cost = {name: float(count_gradient_evaluations(make(parameters))) for name, make in OPTIMIZERS.items()}
     once = {"adamw", "sgd", "mergopt", "rwp", "swa"}
     wanted = {name: 1.0 if name in once else 2.0 for name in OPTIMIZERS}
     assert cost == wanted | {"mergopt_worst": 3.0, "sam_quarter": 1.25}

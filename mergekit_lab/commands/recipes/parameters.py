@@ -103,7 +103,7 @@ def _name_in(part: LayerSlice, model: str, name: str) -> str:
     parsed = split_layer(name)
     if parsed is None or model not in part.starts:
         return name
-    return parsed.at(parsed.layer - part.first + part.starts[model])
+    return parsed.name_in_layer(parsed.layer - part.first + part.starts[model])
 
 
 def _find_first(levels: Sequence[Mapping[str, Any]], key: str, name: str, t: float, default: Any) -> Any:
