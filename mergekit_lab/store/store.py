@@ -30,7 +30,7 @@ from typing import Any
 
 from mergekit_lab import __version__
 from mergekit_lab.errors import InputError
-from mergekit_lab.paths import is_stream
+from mergekit_lab.paths import is_stream, sync_to_disk
 from mergekit_lab.store.files import discard, read_file
 from mergekit_lab.store.lock import FolderLock
 
@@ -333,7 +333,7 @@ class Store:
         text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
         (out / MANIFEST).write_bytes(text.encode(errors="backslashreplace"))  # JSON's own escapes
         for path in out.rglob("*"):
-            _fsync(path)
+            sync_to_disk(path)
         target = self.root / kind / key
         _make_folder(target.parent)
         try:
@@ -347,7 +347,7 @@ class Store:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             log.info("%s %s was published by another process meanwhile", kind, key)  # ours was taken for dead
-        _fsync(target.parent)
+        sync_to_disk(target.parent)
 
 
 @cache
@@ -454,14 +454,6 @@ def is_full(error: BaseException) -> bool:
             return True
         cause = cause.__cause__ or cause.__context__
     return False
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _hash(path: Path) -> str:
