@@ -12,7 +12,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 
 # Read when torch loads. By default its threads spin so long at barriers that two runs on the same cores
 # take twenty times as long as one; so they share them, and a run alone is as fast.
@@ -25,7 +25,7 @@ class UserError(CompactHydraException):
     """An `InputError` as Hydra prints a user's mistake: the message alone, exit code 1."""
 
 
-@hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="main")
+@hydra.main(version_base="1.3", config_path=str(find_conf_dir()), config_name="main")
 def main(cfg: DictConfig) -> float | None:
     """What Hydra calls with a composed configuration."""
     from mergekit_lab.programs import start

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 
 Batch = tuple[Any, Tensor] | Mapping[str, Any]
 """Inputs and labels: a pair `(x, y)`, or keyword arguments of the model with `labels` among them."""
@@ -31,7 +31,7 @@ def find_labels(batch: Batch) -> Tensor:
         return batch[1]
     labels = batch.get("labels")
     if not isinstance(labels, Tensor):
-        raise InputError(f"a batch needs labels, a tensor; it has {listing(batch)}")
+        raise InputError(f"a batch needs labels, a tensor; it has {join_names(batch)}")
     return labels
 
 

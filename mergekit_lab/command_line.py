@@ -13,8 +13,8 @@ from hydra.errors import MissingConfigException
 
 from mergekit_lab import __version__
 from mergekit_lab.commands import COMMANDS
-from mergekit_lab.errors import InputError, suggestion
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.errors import InputError, suggest
+from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.yaml_files import read_yaml_text
 
 _EXPERIMENT = "+experiment="
@@ -134,7 +134,7 @@ def _add_shipped(arguments: Iterable[str]) -> list[str]:
     if _SHIPPED_SUITE not in given or any(each.startswith("+shipped=") for each in given):
         return []
     names = [each.removeprefix(_EXPERIMENT) for each in given if each.startswith(_EXPERIMENT)]
-    files = [file for name in names if (file := conf_dir() / "experiment" / f"{name}.yaml").is_file()]
+    files = [file for name in names if (file := find_conf_dir() / "experiment" / f"{name}.yaml").is_file()]
     matches = [re.search(r"^shipped: (\w+)$", f.read_text(), re.M) for f in files]
     return [f"+shipped={match[1]}" for match in matches if match]
 
@@ -174,13 +174,13 @@ def explain(error: Exception, arguments: Sequence[str] = ()) -> str:
                 f"{list_options(group, _list_config_dirs(arguments))}\n{group}= names none: choose one of these"
             )
         options = [*error.options, *(COMMANDS if group == "experiment" else ())]
-        return f"there is no {group} {option!r}{suggestion(option, options)}"
+        return f"there is no {group} {option!r}{suggest(option, options)}"
     if wrong := re.match(r"Could not override '([^']+)'", text):
         key = wrong[1].rpartition(".")[2]
         siblings = getattr(error.__cause__, "parent_node", None)
         names = _list_top_level_names() if siblings is None else map(str, siblings)
         known = {name for name in names if name not in ("hydra", "command") and not name.startswith("_")}
-        return f"unknown key {wrong[1]!r}{suggestion(key, known)}"
+        return f"unknown key {wrong[1]!r}{suggest(key, known)}"
     cause = error.__cause__ or error.__context__
     if not text:
         return f"the configuration cannot be composed: {cause or type(error).__name__}"
@@ -194,9 +194,11 @@ def list_options(group: str, folders: Iterable[Path] = ()) -> str:
         group: as `merger`.
         folders: a user's own, beside the package's.
     """
-    files = {f.stem: f for folder in (conf_dir(), *folders) for f in sorted((folder / group).glob("*.yaml"))}
+    files = {
+        f.stem: f for folder in (find_conf_dir(), *folders) for f in sorted((folder / group).glob("*.yaml"))
+    }
     if group == "experiment":
-        files |= {name: conf_dir() / f"{name}.yaml" for name in COMMANDS}
+        files |= {name: find_conf_dir() / f"{name}.yaml" for name in COMMANDS}
     families = [
         list(names) for _, names in groupby(sorted(files), lambda name: re.split("_|(?=[0-9])", name)[0])
     ]
@@ -222,13 +224,13 @@ def _read_first_comment(file: Path, room: int) -> str:
 
 def _list_groups() -> list[str]:
     """The groups, an experiment's first, and those last that a command line only adds to."""
-    files = conf_dir().rglob("*.yaml")
-    names = {str(file.parent.relative_to(conf_dir())) for file in files if file.parent != conf_dir()}
+    files = find_conf_dir().rglob("*.yaml")
+    names = {str(file.parent.relative_to(find_conf_dir())) for file in files if file.parent != find_conf_dir()}
     mine = [name for name in names if not name.startswith("hydra")]
     return sorted(mine, key=lambda name: (name != "experiment", name in _ADDED, name))
 
 
 def _list_top_level_names() -> Iterable[str]:
     """Groups, and keys of `main.yaml`."""
-    keys = re.findall(r"^(\w+):", (conf_dir() / "main.yaml").read_text(), re.M)
+    keys = re.findall(r"^(\w+):", (find_conf_dir() / "main.yaml").read_text(), re.M)
     return {*keys, *_list_groups()} - {"defaults"}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mergekit_lab.paths import compiler_cache
+from mergekit_lab.paths import find_compiler_cache
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def compile_model(model: nn.Module, use: Callable[[nn.Module], object], setting:
         use: does with a model what will be done with it. It is called once, to compile here and not later.
         setting: the name of the user's setting, such as "training.compile".
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiler_cache()))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(find_compiler_cache()))
     log.info("compiling the model: half a minute to two minutes, or seconds if it was compiled before")
     begun = time.monotonic()
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}

@@ -9,14 +9,14 @@ class InputError(ValueError):
     """An input is wrong. The message names the thing, the rule and the way out."""
 
 
-def listing(names: Iterable[str], limit: int = 8) -> str:
+def join_names(names: Iterable[str], limit: int = 8) -> str:
     """`a, b, c and 12 more`: the first `limit` names, sorted, and how many are left."""
     ordered = sorted(names)
     shown = ", ".join(ordered[:limit])
     return shown if len(ordered) <= limit else f"{shown} and {len(ordered) - limit} more"
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'density'?` where a known name is near, else `; known: …`, the nearest of them first."""
     options = sorted(known)
     if near := get_close_matches(name, options, n=1):

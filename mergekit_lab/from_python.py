@@ -66,11 +66,11 @@ def _compose(overrides: list[str]) -> DictConfig:
     from hydra.errors import HydraException
 
     from mergekit_lab.command_line import explain
-    from mergekit_lab.paths import conf_dir
+    from mergekit_lab.paths import find_conf_dir
 
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        with initialize_config_dir(str(find_conf_dir()), version_base="1.3"):
             return compose("main", overrides, return_hydra_config=True)
     except HydraException as error:
         raise InputError(explain(error)) from None

@@ -7,25 +7,25 @@ from pathlib import Path
 _PACKAGE = Path(__file__).resolve().parent
 
 
-def conf_dir() -> Path:
+def find_conf_dir() -> Path:
     """The Hydra configuration: inside the installed package, or next to it in a source checkout."""
     inside = _PACKAGE / "conf"
     return inside if inside.is_dir() else _PACKAGE.parent / "conf"
 
 
-def default_store() -> Path:
+def find_default_store() -> Path:
     """`$MERGEKIT_LAB_STORE`, else `$XDG_CACHE_HOME/mergekit_lab`, else `~/.cache/mergekit_lab`."""
     named = os.environ.get("MERGEKIT_LAB_STORE")
-    return Path(named) if named else _user_cache() / "mergekit_lab"
+    return Path(named) if named else _find_user_cache() / "mergekit_lab"
 
 
-def compiler_cache() -> Path:
+def find_compiler_cache() -> Path:
     """Compiled kernels, for later runs: `$TORCHINDUCTOR_CACHE_DIR` or among the user's caches."""
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    return Path(named) if named else _user_cache() / "mergekit_lab_compiled"
+    return Path(named) if named else _find_user_cache() / "mergekit_lab_compiled"
 
 
-def _user_cache() -> Path:
+def _find_user_cache() -> Path:
     cache = os.environ.get("XDG_CACHE_HOME")
     return Path(cache) if cache else Path.home() / ".cache"
 

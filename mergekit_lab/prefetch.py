@@ -34,7 +34,7 @@ def prefetch(
         torch.set_num_threads(1)
         own.add(threading.get_ident())
 
-    def results() -> Generator[Any]:
+    def yield_results() -> Generator[Any]:
         pool = ThreadPoolExecutor(threads, "prefetch", initializer=begin)
         try:
             coming = (pool.submit(function, item) for item in items)
@@ -47,6 +47,6 @@ def prefetch(
         finally:  # Python may collect garbage, and close this, in any thread
             pool.shutdown(wait=threading.get_ident() not in own, cancel_futures=True)
 
-    begun = results()
+    begun = yield_results()
     next(begun)
     return begun

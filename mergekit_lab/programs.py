@@ -41,17 +41,17 @@ def start(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: 
         if cfg.get("command") in COMMANDS:
             if not any(each.startswith("+") for each in overrides):  # such a key may be what is mistyped
                 refuse_unset(cfg)
-            with _without_garbage_collection():
+            with _pause_garbage_collection():
                 command = load_command(cfg.command)
             command(cfg, folder)
             return None
-        with _without_garbage_collection():
+        with _pause_garbage_collection():
             from mergekit_lab.runs.entry import execute
         return execute(cfg, folder, choices, overrides)
 
 
 @contextmanager
-def _without_garbage_collection() -> Iterator[None]:
+def _pause_garbage_collection() -> Iterator[None]:
     """For imports: they leave 180,000 objects that stay, and looking for garbage among them takes a tenth
     longer."""
     gc.disable()
@@ -62,7 +62,7 @@ def _without_garbage_collection() -> Iterator[None]:
 @contextmanager
 def leave_failures(cfg: DictConfig, folder: Path, overrides: list[str]) -> Iterator[None]:
     """Leave `failure.json` and the configuration where the program fails."""
-    finished = _holds_results(folder) and not _in_sweep()
+    finished = _holds_results(folder) and not _is_in_sweep()
     try:
         remove_failure(folder)
         yield
@@ -99,7 +99,7 @@ def _holds_results(folder: Path) -> bool:
 
 def _is_unnamed(folder: Path) -> bool:
     """Whether Hydra made the folder, under the name that it has by default."""
-    if not HydraConfig.initialized() or _in_sweep():
+    if not HydraConfig.initialized() or _is_in_sweep():
         return False
     settings = HydraConfig.get()
     overrides: Any = OmegaConf.to_container(settings.overrides, resolve=False)
@@ -109,6 +109,6 @@ def _is_unnamed(folder: Path) -> bool:
     return made == str(folder) and not named
 
 
-def _in_sweep() -> bool:
+def _is_in_sweep() -> bool:
     """Whether this is a job of a sweep: there what lies in the folder would pass for the job's own."""
     return HydraConfig.initialized() and not OmegaConf.is_missing(HydraConfig.get().job, "num")

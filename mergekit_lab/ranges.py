@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from mergekit_lab.errors import InputError, abbreviate, suggestion
+from mergekit_lab.errors import InputError, abbreviate, suggest
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 """The largest number of float32, in which most merges are computed."""
@@ -20,7 +20,7 @@ def require_choice(name: str, value: object, choices: Iterable[str]) -> None:
     """Raise `InputError`, with the nearest choice, unless the setting is one of them."""
     options = list(choices)
     if value not in options:
-        raise InputError(f"{name} is {value!r}{suggestion(str(value), options)}")
+        raise InputError(f"{name} is {value!r}{suggest(str(value), options)}")
 
 
 def require_whole(name: str, value: object, least: int = -(2**63)) -> None:

@@ -15,7 +15,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf, open_dict
 
 from mergekit_lab.command_line import translate
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.programs import start
 
 TINY = [
@@ -75,7 +75,7 @@ def parse(line: str) -> Override:
 
 def is_group(override: Override) -> bool:
     key = override.key_or_group
-    return "/" in key or override.package is not None or (conf_dir() / key).is_dir()
+    return "/" in key or override.package is not None or (find_conf_dir() / key).is_dir()
 
 
 _load, _loaded = ConfigRepository.load_config, dict[tuple[str, ...], bytes]()
@@ -97,7 +97,7 @@ def load_once(repository: ConfigRepository, config_path: str) -> ConfigResult | 
 def compose_options(config_name: str, overrides: tuple[str, ...]) -> bytes:
     GlobalHydra.instance().clear()
     with (
-        initialize_config_dir(str(conf_dir()), version_base="1.3"),
+        initialize_config_dir(str(find_conf_dir()), version_base="1.3"),
         patch.object(ConfigRepository, "load_config", load_once),
         patch("hydra._internal.defaults_list._create_interpolation_map"),  # no defaults list here has any
     ):

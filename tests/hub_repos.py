@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import yaml
 from PIL import Image
 
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.schema.check import build
 from mergekit_lab.tasks import HubImages
 
@@ -20,7 +20,7 @@ SIZES = {"train": 20, "test": 6}
 
 def published(name: str, folder: Path) -> HubImages:
     """The task of this name as configured, on the data in a folder."""
-    node = yaml.safe_load((conf_dir() / "task" / "clip" / f"{name}.yaml").read_text())
+    node = yaml.safe_load((find_conf_dir() / "task" / "clip" / f"{name}.yaml").read_text())
     return build({**node, "source": str(folder), "root": None}, HubImages)
 
 

@@ -102,7 +102,7 @@ class Colors(TextTask):
 
 def one_loss(backbone, kind, prompt, answer, all_tokens=False):
     """The summed loss of one sample, without padding, straight from its text."""
-    model, tok = backbone.model(), load_tokenizer(backbone.source)
+    model, tok = backbone.make_model(), load_tokenizer(backbone.source)
     ids = lambda text: torch.tensor([tok(text, add_special_tokens=False).input_ids])  # noqa: E731
     target = torch.cat([ids(answer), torch.tensor([[256]])], dim=1)
     with torch.no_grad():

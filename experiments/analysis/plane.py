@@ -63,7 +63,7 @@ class Bench:
     @staticmethod
     def of(backbone: OpenClip, images: int, points: int, batch: int, device: torch.device) -> Bench:
         torch.manual_seed(0)
-        model = backbone.model()
+        model = backbone.make_model()
         base = {n: t.detach().clone() for n, t in model.state_dict().items()}
         experts = {name: {n: t + _change(t) for n, t in base.items()} for name in PAIR}
         side = max(model.size)

@@ -87,7 +87,7 @@ def _objective(
     precision: str,
     kind: type[ImageObjective] = ImageObjective,
 ) -> ImageObjective:
-    width = backbone.model()(torch.zeros(1, 3, task.side, task.side)).shape[1]
+    width = backbone.make_model()(torch.zeros(1, 3, task.side, task.side)).shape[1]
     head = torch.randn(CLASSES, width, generator=torch.Generator().manual_seed(0))
     return kind(task, head, Crops((0.9, 1.0), False, task.side), precision).to(device)
 
@@ -97,8 +97,8 @@ def evaluation(backbone: OpenClip, task: Noise, device: torch.device, batch: int
     found: dict[str, Any] = {"images": task.images, "batch": batch}
     for precision in ("bfloat16", "float32"):
         objective = _objective(backbone, task, device, precision)
-        model = backbone.model().to(device)
-        some = task.samples("test").images[:batch].to(device)
+        model = backbone.make_model().to(device)
+        some = task.load_samples("test").images[:batch].to(device)
         rates = {"forward": [], "test part, from files": [], "validation part, resident": []}
         with torch.inference_mode():
             for _ in range(3):
@@ -144,7 +144,7 @@ def _compiled(objective: ImageObjective, model: nn.Module, some: Tensor, rounds:
 def replaying(device: torch.device, folder: Path, images: int, rounds: int) -> dict[str, Any]:
     """Milliseconds of an evaluation of the shipped model's size, its forward passes as written and replayed."""
     backbone, task = OpenClip("glyph-clip", None), Noise("noise", folder=folder, images=images, side=32)
-    model = backbone.model().to(device)
+    model = backbone.make_model().to(device)
     found: dict[str, Any] = {"images": images}
     for name, replays in {"as written": False, "replayed": True}.items():
         objective = _objective(backbone, task, device, "float32")
@@ -163,9 +163,9 @@ class _Again(ImageObjective):
 
     _held: Any = None
 
-    def training_batch(self, index: torch.Tensor) -> Any:
+    def make_training_batch(self, index: torch.Tensor) -> Any:
         if self._held is None:
-            self._held = super().training_batch(index)
+            self._held = super().make_training_batch(index)
             if torch.cuda.is_available():
                 self._held = pin_memory(self._held)
         return self._held
@@ -214,7 +214,7 @@ def training(backbone: OpenClip, task: Noise, steps: int, batch: int, precision:
         begun = time.perf_counter()
         count = sum(len(labels) for made in batches for _, labels in made.values())
         found[f"reading alone, images a second, {name}"] = round(count / (time.perf_counter() - begun))
-    made = to_device(objective.training_batch(torch.arange(batch)), device)
+    made = to_device(objective.make_training_batch(torch.arange(batch)), device)
     crops = []
     for seed in range(10):
         begun = _now()
@@ -232,8 +232,8 @@ def training(backbone: OpenClip, task: Noise, steps: int, batch: int, precision:
         begun = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             finetune(
-                backbone.model(), {"noise": own}, partial(torch.optim.AdamW, lr=1e-5, fused=True), settings,
-                seed=0, resume=Path(folder), callbacks=[cost, timer], trainer={"accelerator": "auto",
+                backbone.make_model(), {"noise": own}, partial(torch.optim.AdamW, lr=1e-5, fused=True),
+                settings, seed=0, resume=Path(folder), callbacks=[cost, timer], trainer={"accelerator": "auto",
                 "devices": 1, "enable_progress_bar": False},
             )  # fmt: skip
         whole = time.perf_counter() - begun

@@ -96,7 +96,7 @@ def activations(model: nn.Module, x: Tensor) -> int:
 
 def bench(name: str, args: argparse.Namespace) -> dict[str, object]:
     torch.manual_seed(0)
-    encoder = OpenClip(name, None).model()
+    encoder = OpenClip(name, None).make_model()
     head = torch.randn(CLASSES, encoder(torch.rand(1, 3, *encoder.size)).shape[1])
     model = Classifier(encoder, head).to(args.device)
     x = torch.rand(args.batch, 3, *encoder.size, device=args.device)

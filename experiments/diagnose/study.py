@@ -25,7 +25,7 @@ from mergekit_lab.commands.diagnose import list_pairs
 from mergekit_lab.evaluation import score
 from mergekit_lab.merging import TaskArithmetic
 from mergekit_lab.merging.inputs import open_inputs
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.runs.curvature import side_node
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.run import Run, load_state
@@ -41,13 +41,13 @@ def spearman(x: list[float], y: list[float]) -> float:
 
 def context(store: str) -> Run:
     overrides = ["+experiment=quickstart", "suite=glyphs8", "curvature=fisher", f"store.root={store}"]
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+    with initialize_config_dir(str(find_conf_dir()), version_base="1.3"):
         return Run(compose("main", overrides), Path("."), {})
 
 
 def value(run: Run, state: dict[str, Tensor], task: str, part: Part) -> float:
     run.model.load_state_dict(state)
-    return score(run.model, run.objective(task), part).value
+    return score(run.model, run.make_objective(task), part).value
 
 
 def measured(run: Run) -> Interference:

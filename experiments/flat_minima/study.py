@@ -99,14 +99,14 @@ def run_stages(lines: list[str], folder: Path) -> tuple:
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import open_dict
 
-    from mergekit_lab.paths import conf_dir
+    from mergekit_lab.paths import find_conf_dir
     from mergekit_lab.programs import start
     from mergekit_lab.runs.report import collect
     from mergekit_lab.runs.run import Run
 
     lines = [*lines, "stage=[finetune,curvature,merge,evaluate]"]
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+    with initialize_config_dir(str(find_conf_dir()), version_base="1.3"):
         cfg = compose("main", lines, return_hydra_config=True)
     HydraConfig.instance().set_config(cfg)
     choices = dict(cfg.hydra.runtime.choices)

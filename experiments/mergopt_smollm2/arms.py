@@ -68,9 +68,9 @@ class Bench:
         folder = str(options.data.resolve())
         self.tasks: dict[str, TextTask] = {name: task(name, folder, options) for name in options.tasks}
         self.objectives: dict[str, Objective] = {
-            n: self.backbone.objective(t).to(self.device) for n, t in self.tasks.items()
+            n: self.backbone.make_objective(t).to(self.device) for n, t in self.tasks.items()
         }
-        self.model = self.backbone.model().to(self.device)
+        self.model = self.backbone.make_model().to(self.device)
         self.base: State = {n: t.detach().clone() for n, t in self.model.state_dict().items()}
 
     def begin(self, job: str) -> None:
@@ -99,7 +99,7 @@ class Bench:
     def experts(self, make: Callable[..., Any], seed: int, steps: int) -> dict[str, State]:
         made, curves, times, own = {}, {}, {}, {}
         for name, objective in self.objectives.items():
-            model = self.backbone.model().train()
+            model = self.backbone.make_model().train()
             module = FinetuneModule(
                 model, {name: objective}, make, steps=steps, warmup_steps=steps // 10, clip_norm=1.0,
                 seed=seed, record_every=max(1, steps // 10),
@@ -213,10 +213,12 @@ class Bench:
             self.model.load_state_dict(state)
             objective = self.objectives[name]
             order = torch.randperm(self.tasks[name].count("train"), generator=torch.Generator().manual_seed(0))
-            drawn, lengths = order[: self.options.fisher], objective.lengths("train")
+            drawn, lengths = order[: self.options.fisher], objective.measure_lengths("train")
             assert lengths is not None
             drawn = drawn[lengths[drawn].argsort(stable=True)]  # like ones together: a mean has no order
-            batches = (to_device(objective.batch("train", index), self.device) for index in drawn.split(16))
+            batches = (
+                to_device(objective.make_batch("train", index), self.device) for index in drawn.split(16)
+            )
             found = diagonal_fisher(self.model, batches, causal=True, chunk=16)
             made.append({n: found[n].cpu() for n in state})
         self.note(fisher_seconds=round(time.monotonic() - begun, 1))
@@ -224,7 +226,7 @@ class Bench:
 
 
 def task(name: str, folder: str, options: argparse.Namespace) -> TextTask:
-    rows = TextFile(name=name, source=f"{folder}/{name}").samples("train").answers
+    rows = TextFile(name=name, source=f"{folder}/{name}").load_samples("train").answers
     choices = tuple(sorted(set(rows))) if len(set(rows)) <= 20 else None
     sizes = {"train": options.train, "validation": options.validation, "test": options.test}
     return TextFile(name=name, source=f"{folder}/{name}", choices=choices, max_new_tokens=5, sizes=sizes,

@@ -57,7 +57,7 @@ def seconds(device: torch.device, work: Callable[[], Any]) -> tuple[float, Any]:
 
 def answering(backbone: LanguageModel, model: torch.nn.Module, task: TextTask, options: Any) -> dict[str, Any]:
     device = options.device
-    objective = backbone.objective(task).to(device)
+    objective = backbone.make_objective(task).to(device)
     tokenizing, encoded = seconds(device, lambda: objective.encode("test"))  # type: ignore[attr-defined]
     few = torch.arange(min(64, options.prompts))
     score(model, objective, "test", index=few, batch_size=options.batch)
@@ -84,15 +84,15 @@ def answering(backbone: LanguageModel, model: torch.nn.Module, task: TextTask, o
 def steps(backbone: LanguageModel, objective: Objective, arm: str, options: Any) -> float:
     """Seconds a step of 16 samples, alone on the device; the first ones are left out."""
     device = options.device
-    model = backbone.model().to(device).train()
+    model = backbone.make_model().to(device).train()
     optimizer = ARMS[arm][0]([(n, p) for n, p in model.named_parameters()] if arm not in ("adamw", "sgd")
                              else model.parameters())  # fmt: skip
-    batch = to_device(objective.batch("train", torch.arange(BATCH)), device)
+    batch = to_device(objective.make_batch("train", torch.arange(BATCH)), device)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = objective.loss(model, batch) / objective.count_items(batch)
+            loss = objective.compute_loss(model, batch) / objective.count_items(batch)
         loss.backward()
         return loss.detach()
 
@@ -121,14 +121,14 @@ def main() -> None:
     options.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     compute = "bfloat16" if options.device.type == "cuda" else "float32"
     backbone = LanguageModel(source=options.source, max_length=192, precision=compute)
-    loading, model = seconds(options.device, lambda: backbone.model().to(options.device))
+    loading, model = seconds(options.device, lambda: backbone.make_model().to(options.device))
     size = options.prompts
     tasks: dict[str, TextTask] = {
         "label_scoring": Comparisons(size=size),
         "generation": WordProblems(train_size=BATCH, validation_size=1, test_size=size),
     }
     result: dict[str, Any] = {
-        "model": backbone.identity()["weights"],
+        "model": backbone.identify()["weights"],
         "card": torch.cuda.get_device_name() if options.device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "compute": compute,
@@ -138,7 +138,7 @@ def main() -> None:
     for name, task in tasks.items():
         result[name] = answering(backbone, model, task, options)
         options.out.write_text(json.dumps(result, indent=1) + "\n")
-    objective = backbone.objective(tasks["generation"]).to(options.device)
+    objective = backbone.make_objective(tasks["generation"]).to(options.device)
     del model
     result["seconds_a_step"] = {arm: steps(backbone, objective, arm, options) for arm in options.optimizers}
     options.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -87,7 +87,7 @@ class Batch:
         self.labels = torch.randint(0, 100, (count,), generator=generator).to(device)
         self.head = torch.randn(100, width, generator=generator).to(device)
 
-    def loss(self, model: nn.Module, rows: slice, bf16: bool) -> Tensor:
+    def compute_loss(self, model: nn.Module, rows: slice, bf16: bool) -> Tensor:
         with torch.autocast(self.images.device.type, torch.bfloat16, enabled=bf16):
             return nn.functional.cross_entropy(model(self.images[rows]) @ self.head.T, self.labels[rows])
 
@@ -95,7 +95,7 @@ class Batch:
 def _encoder(name: str, device: torch.device) -> nn.Module:
     from mergekit_lab.backbones import OpenClip
 
-    return OpenClip(name, None).model().to(device).train()
+    return OpenClip(name, None).make_model().to(device).train()
 
 
 def _steps(model: nn.Module, optimizer: Any, loss: Callable[[], Tensor], count: int) -> None:
@@ -125,7 +125,7 @@ def _ddp_row(name: str, make: Any, rank: int, world: int, device: torch.device) 
     batch.images = torch.randint(0, 256, batch.images.shape, generator=generator, device=device).to(torch.uint8)
 
     def loss() -> Tensor:
-        return batch.loss(model, slice(None), True)
+        return batch.compute_loss(model, slice(None), True)
 
     equal = []
     for _ in range(3):
@@ -172,12 +172,12 @@ def _as_one_process(name: str, make: Any, rank: int, world: int, device: torch.d
     if hasattr(optimizer, "attach"):
         optimizer.attach(model)
     mine = slice(rank * each, (rank + 1) * each)
-    _steps(model, optimizer, lambda: batch.loss(model, mine, False), 3)
+    _steps(model, optimizer, lambda: batch.compute_loss(model, mine, False), 3)
     found: dict[str, Any] = {}
     if rank == 0:
         alone = _encoder(name, device)
         other = make(list(alone.named_parameters()))
-        _steps(alone, other, lambda: batch.loss(alone, slice(None), False), 3)
+        _steps(alone, other, lambda: batch.compute_loss(alone, slice(None), False), 3)
         gap, move = 0.0, 0.0
         for (n, p), q in zip(encoder.named_parameters(), alone.parameters(), strict=True):
             gap += float((p.detach() - q.detach()).double().square().sum())

@@ -66,10 +66,10 @@ class Vision:
         self.labels = torch.randint(0, 100, (count,), device=device)
         self.head = torch.randn(100, 64 if small else 512, device=device)
 
-    def model(self) -> nn.Module:
-        return self.backbone.model()
+    def make_model(self) -> nn.Module:
+        return self.backbone.make_model()
 
-    def loss(self, model: nn.Module, fraction: float) -> Tensor:
+    def compute_loss(self, model: nn.Module, fraction: float) -> Tensor:
         rows = round(fraction * len(self.labels))
         logits = model(self.images[:rows]) @ self.head.T
         return nn.functional.cross_entropy(logits, self.labels[:rows])
@@ -93,10 +93,10 @@ class Language:
         self.base = LlamaForCausalLM(config)
         self.tokens = torch.randint(0, shape["vocab_size"], (8, 32 if small else 512), device=device)
 
-    def model(self) -> nn.Module:
+    def make_model(self) -> nn.Module:
         return deepcopy(self.base)
 
-    def loss(self, model: nn.Module, fraction: float) -> Tensor:
+    def compute_loss(self, model: nn.Module, fraction: float) -> Tensor:
         tokens = self.tokens[: round(fraction * len(self.tokens))]
         logits = model(input_ids=tokens).logits[:, :-1]
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
@@ -105,7 +105,7 @@ class Language:
 def measure(problem: Vision | Language, kind: Parametrization, make: Callable, bf16: bool, options) -> dict:
     """Median seconds of a step, and peak memory, of one optimizer on one parametrization."""
     device = torch.device(options.device)
-    model = kind.make_trainable(problem.model()).to(device)
+    model = kind.make_trainable(problem.make_model()).to(device)
     model.train()
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     optimizer = make(trained)
@@ -114,7 +114,7 @@ def measure(problem: Vision | Language, kind: Parametrization, make: Callable, b
 
     def closure() -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            loss = problem.loss(model, getattr(optimizer, "batch_fraction", 1.0))
+            loss = problem.compute_loss(model, getattr(optimizer, "batch_fraction", 1.0))
         optimizer.zero_grad()
         loss.backward()
         return loss

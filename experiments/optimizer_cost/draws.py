@@ -81,7 +81,7 @@ def main() -> None:
     found = {}
     device = torch.device("cuda")
     for name, problem in (("vision", Vision), ("language", Language)):
-        theta = [p.detach() for p in problem(device, False).model().to(device).parameters()]
+        theta = [p.detach() for p in problem(device, False).make_model().to(device).parameters()]
         for power in (24, 23, 22, 21, 20, 19):
             for fused in (False, True):
                 label = f"{name} 2**{power} {'fused' if fused else ''}".strip()

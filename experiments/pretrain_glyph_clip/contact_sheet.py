@@ -20,7 +20,7 @@ def main() -> None:
     for row, name in enumerate(NAMES):
         task = getattr(rooms, name)()
         ImageDraw.Draw(sheet).text((6, SIDE * row + SIDE // 2 - 6), task.name, fill="black")
-        pixels = torch.cat(list(task.samples("test").images[:COLUMNS]), 2).permute(1, 2, 0)
+        pixels = torch.cat(list(task.load_samples("test").images[:COLUMNS]), 2).permute(1, 2, 0)
         strip = Image.fromarray(pixels.numpy()).resize((SIDE * COLUMNS, SIDE), Image.Resampling.NEAREST)
         sheet.paste(strip, (MARGIN, SIDE * row))
     sheet.quantize(200).save(OUT, optimize=True)

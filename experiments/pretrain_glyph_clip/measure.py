@@ -37,7 +37,7 @@ class Bench:
 
     def __init__(self, tasks: list[ImageTask], backbone: OpenClip, device: torch.device):
         self.tasks, self.device = tasks, device
-        self.encoder = backbone.model().to(device)
+        self.encoder = backbone.make_model().to(device)
         self.base: State = {k: v.detach().clone() for k, v in self.encoder.state_dict().items()}
         heads = [backbone.make_zero_shot_head(t.classes, t.templates).to(device) for t in tasks]
         self.heads = torch.zeros(len(tasks), max(map(len, heads)), heads[0].shape[1], device=device)
@@ -46,7 +46,9 @@ class Bench:
             self.heads[i, : len(head)] = head
             self.absent[i, len(head) :] = -1e4
         self.parts = {
-            part: [(t.samples(part).images.to(device), t.samples(part).labels.to(device)) for t in tasks]
+            part: [
+                (t.load_samples(part).images.to(device), t.load_samples(part).labels.to(device)) for t in tasks
+            ]
             for part in rooms.PARTS
         }
 

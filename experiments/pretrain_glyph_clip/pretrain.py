@@ -54,7 +54,7 @@ class Glyphs:
         width = max(map(len, rows))
         return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.device)
 
-    def batch(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    def make_batch(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Images float `[B, 3, SIZE, SIZE]`, tokens `[B, CONTEXT]`, and `[B, B]`: caption j fits image i."""
         device, half = self.device, size // 2
         rare = torch.randint(len(self.bitmaps), (size - half,), device=device)
@@ -119,7 +119,7 @@ def _join(tokens: Tensor) -> Tensor:
 
 def loss_of(model, glyphs: Glyphs, size: int, half_precision: bool) -> Tensor:
     """Contrastive loss; another caption that also fits the image is left out of its negatives."""
-    images, tokens, fits = glyphs.batch(size)
+    images, tokens, fits = glyphs.make_batch(size)
     with torch.autocast(glyphs.device.type, torch.bfloat16, enabled=half_precision, cache_enabled=False):
         seen, read = model.encode_image(images), model.encode_text(tokens)
     logits = model.logit_scale.exp() * normalize(seen.float(), dim=-1) @ normalize(read.float(), dim=-1).T

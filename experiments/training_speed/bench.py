@@ -135,8 +135,8 @@ class Images:
         head = torch.randn(10, width, generator=torch.Generator().manual_seed(0)) * 3
         self.objective = ImageObjective(self.task, head, Crops((0.9, 1.0), False, side) if crop else None)
 
-    def model(self) -> nn.Module:
-        return self.backbone.model()
+    def make_model(self) -> nn.Module:
+        return self.backbone.make_model()
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class Language:
         self.base = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True))
         self.objective = Tokens(shape["vocab_size"], 64 if small else 256)
 
-    def model(self) -> nn.Module:
+    def make_model(self) -> nn.Module:
         return deepcopy(self.base)
 
 
@@ -275,8 +275,9 @@ def train(case: Case, small: bool, steps: int, folder: Path, **options: Any) -> 
     )  # fmt: skip
     settings = replace(settings, **options.pop("settings", {}))
     return finetune(
-        made.model(), {"task": made.objective}, OPTIMIZERS[case.optimizer], settings, seed=0, resume=folder,
-        trainer={"accelerator": "gpu" if CUDA else "cpu", "devices": 1, "enable_progress_bar": False},
+        made.make_model(), {"task": made.objective}, OPTIMIZERS[case.optimizer], settings, seed=0,
+        resume=folder, trainer={"accelerator": "gpu" if CUDA else "cpu", "devices": 1,
+        "enable_progress_bar": False},
         **options,
     )  # fmt: skip
 
@@ -341,7 +342,7 @@ def measure_input(case: Case, small: bool, folder: Path) -> dict[str, Any]:
         pass
     wait()
     brought = size * count / (time.perf_counter() - begun)
-    moved = to_device(objective.training_batch(torch.arange(size)), device)
+    moved = to_device(objective.make_training_batch(torch.arange(size)), device)
     objective.augment(moved, 0)
     wait()
     begun = time.perf_counter()

@@ -42,7 +42,7 @@ from mergekit_lab.curvature import Hessian, top_eigenvalues, trace
 from mergekit_lab.evaluation import choose_best, score, search_grid
 from mergekit_lab.merging import Method, TaskArithmetic
 from mergekit_lab.merging.inputs import open_inputs
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.reporting import Tracker
 from mergekit_lab.runs.analyses.contract import read_states, sample, take_samples_of
 from mergekit_lab.runs.combine import merge_experts
@@ -135,7 +135,7 @@ class Clock:
 def compose_run(lines: Sequence[str], folder: Path, small: bool = False) -> Run:
     """What `python -m mergekit_lab` makes of these overrides."""
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+    with initialize_config_dir(str(find_conf_dir()), version_base="1.3"):
         cfg = compose("main", list(lines), return_hydra_config=True)
     HydraConfig.instance().set_config(cfg)
     choices = dict(cfg.hydra.runtime.choices)
@@ -158,7 +158,7 @@ def build_methods(run: Run, changes: Mapping[str, Values], seed: int) -> dict[st
     nodes: Any = OmegaConf.create({"seed": seed, "mergers": {}})
     for label, changed in changes.items():
         nodes.mergers[label] = OmegaConf.merge(
-            OmegaConf.load(conf_dir() / "merger" / f"{label.split()[0]}.yaml"), changed
+            OmegaConf.load(find_conf_dir() / "merger" / f"{label.split()[0]}.yaml"), changed
         )
     return {label: m.method for label, m in build_mergers(nodes.mergers, run.search, run.experts).items()}
 
@@ -252,7 +252,7 @@ class Bench:
     def _score(self, tasks: Sequence[str] | Mapping[str, Any], part: Any) -> dict[str, float]:
         run = self._run
         size = run.cfg.evaluation_batch_size
-        return {t: score(run.model, run.objective(t), part, batch_size=size).value for t in tasks}
+        return {t: score(run.model, run.make_objective(t), part, batch_size=size).value for t in tasks}
 
 
 def merge_variants(run: Run, bench: Bench, seed: int) -> Values:
@@ -315,7 +315,7 @@ def measure(run: Run, world: World) -> Values:
             weights.move({task: 1.0})
             one = sample(run, task, "train", world.samples)
             parts = one.index.split(world.at_once)
-            batches = [to_device(one.objective.batch("train", part), run.device) for part in parts]
+            batches = [to_device(one.objective.make_batch("train", part), run.device) for part in parts]
             hessian = Hessian(one.objective.with_head(run.model), batches, causal=one.objective.causal)
             top = top_eigenvalues(hessian, hessian.draw_vector(run.seed), iterations=10, tolerance=0.02)
             tops.append(top.values[0])

@@ -133,10 +133,10 @@ class _Jobs(Sequence[tuple[Any, ...]]):
 
 def _is_ours(config: DictConfig) -> bool:
     """Whether the program is mergekit_lab, and not another one in the same environment."""
-    from mergekit_lab.paths import conf_dir
+    from mergekit_lab.paths import find_conf_dir
 
     sources = config.hydra.runtime.config_sources
-    return any(source.schema == "file" and Path(source.path) == conf_dir() for source in sources)
+    return any(source.schema == "file" and Path(source.path) == find_conf_dir() for source in sources)
 
 
 def _to_return(overrides: Sequence[str], outcome: Any) -> JobReturn:

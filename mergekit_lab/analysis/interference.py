@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mergekit_lab.analysis.bound import Bound, measure_bound
 from mergekit_lab.checkpoints import Checkpoint
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.merging.inputs import Inputs
 from mergekit_lab.ranges import require_whole
 
@@ -263,7 +263,7 @@ def _refuse_fisher(weights: list[Tensor], inputs: Inputs, fishers: Mapping[str, 
         for kind, entries in wrong.items():
             if bool(entries.any()):
                 source = fishers[expert]
-                where = f" ({listing(map(str, source.files))})" if source.files else ""
+                where = f" ({join_names(map(str, source.files))})" if source.files else ""
                 raise InputError(
                     f"tensor {name!r} of {source.label}{where} holds {int(entries.sum())} {kind} entries"
                 )

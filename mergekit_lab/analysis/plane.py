@@ -20,7 +20,7 @@ from mergekit_lab.backbones import Objective
 from mergekit_lab.backbones.objective import find_device
 from mergekit_lab.batches import IGNORED, Batch, to_device
 from mergekit_lab.curvature import likelihood
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.evaluation import Scores, score
 from mergekit_lab.tasks import Part
 
@@ -44,7 +44,7 @@ class Weights:
         for label, state in {"the base": base, **ends}.items():
             missing = named.keys() - state.keys()
             if missing:
-                raise InputError(f"{label} lacks {len(missing)} tensors of the model ({listing(missing)})")
+                raise InputError(f"{label} lacks {len(missing)} tensors of the model ({join_names(missing)})")
         self._targets = list(named.values())
         self._base = [base[n].to(t) for n, t in named.items()]
         self._vectors = {
@@ -212,7 +212,7 @@ def cross_task_linearity(
     totals = dict.fromkeys(blocks, 0.0)
     for sample in samples:
         for part in sample.index.split(batch_size):
-            batch = to_device(sample.objective.batch(sample.part, part), find_device(model))
+            batch = to_device(sample.objective.make_batch(sample.part, part), find_device(model))
             outputs = []
             for point in points:
                 weights.move(point)

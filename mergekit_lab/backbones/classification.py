@@ -100,13 +100,13 @@ class ImageObjective(Objective):
         self._resident: Tensor | None = None
         self._reader: _ChunkReader | None = None
 
-    def batch(self, part: Part, index: Tensor) -> tuple[Tensor, Tensor]:
-        return self.task.samples(part).take(index)
+    def make_batch(self, part: Part, index: Tensor) -> tuple[Tensor, Tensor]:
+        return self.task.load_samples(part).take(index)
 
-    def training_batch(self, index: Tensor) -> Batch:
+    def make_training_batch(self, index: Tensor) -> Batch:
         if self.crops is None:
-            return self.batch("train", index)
-        samples = self.task.samples("train")
+            return self.make_batch("train", index)
+        samples = self.task.load_samples("train")
         return samples.pack(index), samples.labels[index]
 
     def augment(self, batch: Any, seed: int) -> Batch:
@@ -118,7 +118,7 @@ class ImageObjective(Objective):
     def count_items(self, batch: Batch) -> int:
         return count_samples(batch)
 
-    def loss(self, model: nn.Module, batch: Any, *, label_smoothing: float = 0.0) -> Tensor:
+    def compute_loss(self, model: nn.Module, batch: Any, *, label_smoothing: float = 0.0) -> Tensor:
         images, labels = batch
         logits = model(images) @ self.head.T
         return functional.cross_entropy(logits, labels, label_smoothing=label_smoothing) * len(labels)
@@ -129,7 +129,7 @@ class ImageObjective(Objective):
     def expect(self, part: Part, chunks: Sequence[Tensor]) -> None:
         self._reader = None
         if self.head.is_cuda and not self._is_resident(part):
-            self._reader = _ChunkReader(self.task.samples(part).images, chunks, self.head.device)
+            self._reader = _ChunkReader(self.task.load_samples(part).images, chunks, self.head.device)
 
     def _read_images(self, part: Part, index: Tensor) -> Tensor:
         """Images uint8 `[N, 3, H, W]` on the head's device."""
@@ -138,13 +138,13 @@ class ImageObjective(Objective):
             return self._resident[index.to(self._resident.device)]
         if self._reader is not None and (images := self._reader.next(index)) is not None:
             return images
-        return self.task.samples(part).images[index].to(self.head.device)
+        return self.task.load_samples(part).images[index].to(self.head.device)
 
     def _is_resident(self, part: Part) -> bool:
         if part != "validation" or not self.head.is_cuda:
             return False
         if self._resident is None or self._resident.device != self.head.device:
-            images = self.task.samples(part).images
+            images = self.task.load_samples(part).images
             free, _ = torch.cuda.mem_get_info(self.head.device)
             size = torch.Size(images.shape).numel()
             self._resident = images[:].to(self.head.device) if size <= _RESIDENT_SHARE * free else None
@@ -162,7 +162,7 @@ class ImageObjective(Objective):
 
     def assess(self, model: nn.Module, part: Part, index: Tensor) -> Assessment:
         logits = self._compute_logits(model, self._read_images(part, index))
-        labels = self.task.samples(part).labels[index].to(logits.device)
+        labels = self.task.load_samples(part).labels[index].to(logits.device)
         loss = functional.cross_entropy(logits, labels, reduction="sum")
         return Assessment(loss, len(labels), logits.argmax(dim=-1))
 
@@ -171,7 +171,7 @@ class ImageObjective(Objective):
         return {"accuracy": sum(right) / len(right)}
 
     def score_samples(self, predictions: Sequence[Any], part: Part, index: Tensor) -> Sequence[float]:
-        right: list[float] = (torch.tensor(predictions) == self.task.samples(part).labels[index]).tolist()
+        right: list[float] = (torch.tensor(predictions) == self.task.load_samples(part).labels[index]).tolist()
         return right
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 
 _TOWERS = {
     "visual.": {
@@ -96,7 +96,7 @@ def from_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if ".self_attn.q_proj." in name:
             parts = [name.replace(".q_proj.", f".{part}_proj.") for part in "qkv"]
             if missing := [part for part in parts if part not in named]:
-                raise InputError(f"the CLIP weights lack {listing(missing)}")
+                raise InputError(f"the CLIP weights lack {join_names(missing)}")
             stem, _, kind = name.rpartition("self_attn.q_proj.")
             layer = _restore(f"{stem}layer_norm1.bias").removesuffix("ln_1.bias")
             out[f"{layer}attn.in_proj_{kind}"] = torch.cat([named[part] for part in parts])
@@ -115,18 +115,18 @@ def _list_pairs() -> Iterator[tuple[str, str]]:
 def _rename(name: str) -> str:
     for own, theirs in sorted(_list_pairs(), key=lambda pair: -len(pair[0])):
         if name == own or name.startswith(own + "."):
-            return _in_block(theirs + name[len(own) :], _BLOCK)
+            return _rename_in_block(theirs + name[len(own) :], _BLOCK)
     raise InputError(f"{name!r} has no counterpart in transformers' CLIP")
 
 
 def _restore(name: str) -> str:
     for own, theirs in sorted(_list_pairs(), key=lambda pair: -len(pair[1])):
         if name == theirs or name.startswith(theirs + "."):
-            return _in_block(own + name[len(theirs) :], {theirs: own for own, theirs in _BLOCK.items()})
+            return _rename_in_block(own + name[len(theirs) :], {theirs: own for own, theirs in _BLOCK.items()})
     raise InputError(f"{name!r} has no counterpart in open_clip's CLIP")
 
 
-def _in_block(name: str, names: Mapping[str, str]) -> str:
+def _rename_in_block(name: str, names: Mapping[str, str]) -> str:
     for own, theirs in names.items():
         for kind in ("weight", "bias"):
             if name.endswith(f".{own}.{kind}"):
@@ -159,8 +159,8 @@ def as_image_tower(state: Mapping[str, Tensor], base: Mapping[str, Tensor], labe
     missing = base.keys() - tower.keys()
     if missing:
         raise InputError(
-            f"{label} lacks {len(missing)} tensors of the backbone's image tower ({listing(missing, 3)}): is "
-            "it a CLIP image tower of this architecture?"
+            f"{label} lacks {len(missing)} tensors of the backbone's image tower ({join_names(missing, 3)}): "
+            "is it a CLIP image tower of this architecture?"
         )
     other = [name for name, tensor in tower.items() if tensor.shape != base[name].shape]
     if other:

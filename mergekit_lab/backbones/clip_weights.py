@@ -20,7 +20,7 @@ from typing import Any
 from mergekit_lab.backbones.clip_layouts import is_image_tower
 from mergekit_lab.checkpoints import explain_unreachable, hash_file, open_checkpoint
 from mergekit_lab.checkpoints.plain_files import read_json
-from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.errors import InputError, join_names, suggest
 
 PIXELS = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
 """Of OpenAI's training set: what models take if nothing is said of their weights."""
@@ -104,7 +104,7 @@ class ClipWeights:
         if self.shipped:
             shipped = {f"{_ASSET}{path.stem}": path for path in _ASSETS.glob("*.safetensors")}
             if self.name not in shipped:
-                raise InputError(f"no shipped weights {self.name!r}{suggestion(self.name, shipped)}")
+                raise InputError(f"no shipped weights {self.name!r}{suggest(self.name, shipped)}")
             return shipped[self.name]
         if tag := self.find_tag():
             return self.download(tag)
@@ -112,7 +112,7 @@ class ClipWeights:
         if path.is_file():
             return path
         if path.is_dir():
-            return _in_folder(path)
+            return _find_in_folder(path)
         raise self._make_error()
 
     def _make_error(self) -> InputError:
@@ -122,12 +122,12 @@ class ClipWeights:
         others = [architecture for architecture, tag in list_pretrained() if tag == self.name]
         said = f"{self.architecture} has no weights {self.name!r}, and no such file exists; "
         if not others:
-            return InputError(f"{said}tags of open_clip: {listing(own, 20) or 'none'}")
+            return InputError(f"{said}tags of open_clip: {join_names(own, 20) or 'none'}")
         plain = self.architecture.removesuffix("-quickgelu")
         nearest = next((name for name in (plain, f"{plain}-quickgelu") if name in others), None)
         if nearest:
-            return InputError(f"{said}they are those of backbone.architecture={nearest}")
-        return InputError(f"{said}open_clip has them of {listing(others, 20)}")
+            return InputError(f"{said}backbone.architecture={nearest} has them")
+        return InputError(f"{said}open_clip has them for {join_names(others, 20)}")
 
     def describe(self) -> dict[str, Any]:
         """How the weights were trained: `quick_gelu`, and `mean` and `std` of their pixels.
@@ -152,7 +152,7 @@ class ClipWeights:
             return {}
         return {"quick_gelu": vision.get("hidden_act", "quick_gelu") == "quick_gelu"}
 
-    def image_tower_alone(self) -> bool:
+    def is_image_tower_alone(self) -> bool:
         """Whether a local file holds only an image tower, by its tensors' names."""
         if not self.local or self.find_tag():
             return False
@@ -166,7 +166,7 @@ class ClipWeights:
         folder = self._path if self._path.is_dir() else self._path.parent
         return str(_read_json(folder / _CONFIG).get("pretrained") or self.name)
 
-    def identity(self) -> dict[str, str]:
+    def identify(self) -> dict[str, str]:
         """Name, SHA-256, and how a local file's model differs from what its architecture's name says."""
         file = self.find_file()
         digest = hash_file(file, remember=True)
@@ -227,7 +227,7 @@ def register_architecture(architecture: str) -> str:
         return name
     if architecture not in open_clip.list_models():
         known = [*open_clip.list_models(), *_SHIPPED]
-        raise InputError(f"open_clip has no architecture {architecture!r}{suggestion(architecture, known)}")
+        raise InputError(f"open_clip has no architecture {architecture!r}{suggest(architecture, known)}")
     return architecture
 
 
@@ -252,7 +252,7 @@ def _find_cached(tag: dict[str, Any]) -> Path | None:
     return None
 
 
-def _in_folder(folder: Path) -> Path:
+def _find_in_folder(folder: Path) -> Path:
     """The weights in a folder as open_clip or transformers leave it."""
     known = (
         *_OPEN_CLIP_FILES,

@@ -36,7 +36,7 @@ def decode(
     settings: Any = unwrap_model(model).generation_config
     stop = sorted({*_to_list(settings.eos_token_id), *ends})
     if hasattr(model, "generate"):
-        return _by_transformers(model, tokens, mask, max_new_tokens, stop, pad)
+        return _decode_by_transformers(model, tokens, mask, max_new_tokens, stop, pad)
     if unwrap_model(model).config.is_encoder_decoder:
         first = torch.full_like(tokens[:, :1], settings.decoder_start_token_id)
         row, inputs = first, {"input_ids": tokens, "attention_mask": mask}
@@ -58,7 +58,7 @@ def decode(
     return row if inputs else row[:, read:]
 
 
-def _by_transformers(
+def _decode_by_transformers(
     model: Any, tokens: Tensor, mask: Tensor, max_new_tokens: int, stop: list[int], pad: int
 ) -> Tensor:
     from transformers import GenerationConfig

@@ -28,7 +28,7 @@ def compute_features(
     encoder: nn.Module, task: ImageTask, part: Part, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Features float32 `[N, D]` and labels `[N]` of a part, on the device."""
-    samples = task.samples(part)
+    samples = task.load_samples(part)
     features = [
         encoder(samples.images[index].to(device)).float() for index in torch.arange(len(samples)).split(_BATCH)
     ]
@@ -65,8 +65,8 @@ def make_prototypes(
     if empty:
         article = "an" if kind == "image" else "a"
         raise InputError(
-            f"a prototype head needs {article} {kind} of every class, and {task!r} has none of "
-            f"{classes[empty[0]]!r} in what it is made of, its training part"
+            f"a prototype head needs {article} {kind} of every class, but the training part of "
+            f"{task!r} has none of {classes[empty[0]]!r}"
         )
     return (normalize(sums, dim=-1) * temperature).cpu()
 
@@ -95,12 +95,12 @@ def _fit_probe(x: Tensor, labels: Tensor, classes: int, penalty: float) -> Tenso
     weights = torch.zeros(classes, x.shape[1], device=x.device, requires_grad=True)
     solver = torch.optim.LBFGS([weights], max_iter=_ITERATIONS, line_search_fn="strong_wolfe")
 
-    def loss() -> Any:
+    def compute_loss() -> Any:
         solver.zero_grad()
         value = cross_entropy(x @ weights.T, labels) + penalty * weights.square().sum()
         value.backward()
         return value
 
     with torch.enable_grad():
-        solver.step(loss)
+        solver.step(compute_loss)
     return weights.detach()

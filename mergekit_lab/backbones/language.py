@@ -1,7 +1,7 @@
 """Language models of transformers, decoder-only and encoder-decoder.
 
-`model()` is transformers' own model with one change. A weight with two names (tied embeddings) keeps only the
-one that transformers writes, so it is trained, stored and merged once.
+`make_model()` is transformers' own model with one change. A weight with two names (tied embeddings) keeps only
+the one that transformers writes, so it is trained, stored and merged once.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LanguageModel(Reading, Backbone):
                 "a seq2seq model needs backbone.prompt=plain, backbone.loss_on=answer, backbone.packing=false"
             )
 
-    def model(self) -> nn.Module:
+    def make_model(self) -> nn.Module:
         """A fresh copy in evaluation mode, all parameters trainable."""
         leave_out_cudnn()
         model = deepcopy(load_model(self.source, self.kind, self.dtype))
@@ -74,7 +74,7 @@ class LanguageModel(Reading, Backbone):
             again({"use_reentrant": False})
         return model.requires_grad_(True)
 
-    def identity(self) -> dict[str, str]:
+    def identify(self) -> dict[str, str]:
         folder = find_model(self.source)
         return {
             "architecture": self.kind,
@@ -93,27 +93,27 @@ class LanguageModel(Reading, Backbone):
             )
         if self.answering == "choices" and task.choices is None:
             raise InputError(
-                f"backbone.answering is 'choices', and task {task.name!r} has none: give it choices, or answer "
-                "by generate"
+                f"backbone.answering is 'choices', but task {task.name!r} has none: give it choices, or set "
+                "backbone.answering=generate"
             )
 
-    def objective(self, task: Task) -> Objective:
+    def make_objective(self, task: Task) -> Objective:
         self.check(task)
         if not isinstance(task, TextTask):
             raise InputError(f"{task.name!r} is a task of lm-evaluation-harness, which only scores models")
         kind = CausalObjective if self.kind == "causal" else Seq2SeqObjective
         return kind(task, load_tokenizer(self.source), self, count_positions(self.source))
 
-    def learning(self, task: Task) -> dict[str, Any]:
+    def describe_learning(self, task: Task) -> dict[str, Any]:
         read = ("prompt", "max_length", "cut", "loss_on", "group_by_length")
         packing = {"packing": True} if self.packing else {}  # at its default it once went without saying
         return {name: getattr(self, name) for name in read} | packing
 
-    def tokenizer(self) -> Any:
+    def load_tokenizer(self) -> Any:
         """The tokenizer of transformers, with a padding token. It is shared: do not change it."""
         return load_tokenizer(self.source)
 
-    def scoring(self, task: Task) -> dict[str, Any]:
+    def describe_scoring(self, task: Task) -> dict[str, Any]:
         if isinstance(task, HarnessTask):
             return {"precision": self.precision}
         assert isinstance(task, TextTask)
@@ -131,7 +131,7 @@ def write_companions(source: str, kind: str, dtype: str, folder: Path) -> list[s
     origin = find_model(source)
     if origin.gguf is None:
         planned = plan_model_files(origin.folder, TRANSFORMERS, DTYPES[dtype])
-        return list(write_files(planned | plan_tokenizer_files(origin.folder), folder))
+        return list(write_files({**planned, **plan_tokenizer_files(origin.folder)}, folder))
     before = set(folder.iterdir())
     model = load_model(source, kind, dtype)
     for part in (model.config, getattr(model, "generation_config", None), load_tokenizer(source)):

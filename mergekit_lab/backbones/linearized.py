@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map
 
 from mergekit_lab.backbones.attention import keep_differentiable
 from mergekit_lab.backbones.parametrization import Parametrization
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 
 
 class Tangent(nn.Module):
@@ -54,7 +54,7 @@ class Tangent(nn.Module):
         running = [n for n, m in model.named_modules() if isinstance(m, _NormBase) and m.track_running_stats]
         if running:
             raise InputError(
-                f"a model with running statistics cannot be linearized, and {listing(running)} keep some: "
+                f"a model with running statistics cannot be linearized, and {join_names(running)} keep some: "
                 "take finetuning=full"
             )
         _load_rules()
@@ -88,12 +88,12 @@ class Tangent(nn.Module):
         origin = {name: getattr(self, f"origin_{position}") for position, name in enumerate(weights)}
         change = {name: p - origin[name] for name, p in weights.items()}
 
-        def outputs(values: dict[str, Tensor]) -> Any:
+        def compute_outputs(values: dict[str, Tensor]) -> Any:
             return functional_call(self.model, values, args, kwargs)
 
         grad = torch.is_grad_enabled()  # asked first: leaving inference mode turns gradients on
         with torch.inference_mode(False), torch.set_grad_enabled(grad), sdpa_kernel(SDPBackend.MATH):
-            value, slope = jvp(outputs, (origin,), (change,))  # type: ignore[misc]
+            value, slope = jvp(compute_outputs, (origin,), (change,))  # type: ignore[misc]
         return tree_map(torch.add, value, slope)
 
     def _accept(self, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mergekit_lab.backbones.attention import list_attention_weights
 from mergekit_lab.backbones.parametrization import Parametrization
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.ranges import require_positive, require_whole
 
 
@@ -95,6 +95,6 @@ def _refuse_inner_projections(model: nn.Module, targets: list[str]) -> None:
     ]
     if unseen:
         raise InputError(
-            f"an adapter on {listing(unseen)} would have no effect: name the attention module itself, "
+            f"an adapter on {join_names(unseen)} would have no effect: name the attention module itself, "
             "which adapts its output projection too"
         )

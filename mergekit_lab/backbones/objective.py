@@ -63,12 +63,12 @@ class Objective(nn.Module, ABC):
         self.max_samples: int | None = None
 
     @abstractmethod
-    def batch(self, part: Part, index: Tensor) -> Batch:
-        """Samples of a part on the CPU, for `loss`. It must depend only on its arguments."""
+    def make_batch(self, part: Part, index: Tensor) -> Batch:
+        """Samples of a part on the CPU, for `compute_loss`. It must depend only on its arguments."""
 
-    def training_batch(self, index: Tensor) -> Batch:
+    def make_training_batch(self, index: Tensor) -> Batch:
         """Training samples for `augment`."""
-        return self.batch("train", index)
+        return self.make_batch("train", index)
 
     def fix_shape(self, batch: Batch) -> Batch:
         """Pad a training batch on the CPU to one of a few shapes, so that steps of one shape can be recorded
@@ -89,7 +89,7 @@ class Objective(nn.Module, ABC):
         begin.
         """
 
-    def lengths(self, part: Part) -> Tensor | None:
+    def measure_lengths(self, part: Part) -> Tensor | None:
         """The cost of every sample of a part, `[size]`, if similar ones should share a batch; else None."""
         return None
 
@@ -98,7 +98,7 @@ class Objective(nn.Module, ABC):
         """M: the number of items that the batch's loss is averaged over, at least 1."""
 
     @abstractmethod
-    def loss(self, model: nn.Module, batch: Batch, *, label_smoothing: float = 0.0) -> Tensor:
+    def compute_loss(self, model: nn.Module, batch: Batch, *, label_smoothing: float = 0.0) -> Tensor:
         """The loss, summed over the batch's items."""
 
     def with_head(self, model: nn.Module) -> nn.Module:
@@ -111,8 +111,10 @@ class Objective(nn.Module, ABC):
 
     def assess(self, model: nn.Module, part: Part, index: Tensor) -> Assessment:
         """Loss and predictions together."""
-        batch = to_device(self.batch(part, index), find_device(model))
-        return Assessment(self.loss(model, batch), self.count_items(batch), self.predict(model, part, index))
+        batch = to_device(self.make_batch(part, index), find_device(model))
+        return Assessment(
+            self.compute_loss(model, batch), self.count_items(batch), self.predict(model, part, index)
+        )
 
     @abstractmethod
     def measure(self, predictions: Sequence[Any], part: Part, index: Tensor) -> dict[str, float]:
@@ -133,11 +135,11 @@ class Backbone(ABC):
     note: str | None = None
 
     @abstractmethod
-    def model(self) -> nn.Module:
+    def make_model(self) -> nn.Module:
         """A fresh copy of the pretrained model: its state dict is what is trained, stored and merged."""
 
     @abstractmethod
-    def identity(self) -> dict[str, str]:
+    def identify(self) -> dict[str, str]:
         """What identifies this backbone by content: architecture, source, SHA-256. It contains no path."""
 
     @abstractmethod
@@ -145,14 +147,14 @@ class Backbone(ABC):
         """Raise `InputError` for a task that this backbone cannot learn, without loading anything."""
 
     @abstractmethod
-    def objective(self, task: Task) -> Objective:
+    def make_objective(self, task: Task) -> Objective:
         """How this backbone learns a task and is scored on it."""
 
-    def learning(self, task: Task) -> dict[str, Any]:
+    def describe_learning(self, task: Task) -> dict[str, Any]:
         """Settings that decide what is learned, besides weights, the task's data and training settings."""
         return {}
 
-    def scoring(self, task: Task) -> dict[str, Any]:
+    def describe_scoring(self, task: Task) -> dict[str, Any]:
         """Settings that decide a score, besides the model, the task's data and the metric."""
         return {}
 

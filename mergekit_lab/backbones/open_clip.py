@@ -86,10 +86,12 @@ class OpenClip(Backbone):
         """A copy of the backbone whose heads `keep` holds."""
         return replace(self, keep=keep)
 
-    def model(self) -> ImageEncoder:
+    def make_model(self) -> ImageEncoder:
         """A fresh copy of the pretrained image tower, float32, evaluation mode, all parameters trainable."""
         visual = deepcopy(make_whole_model(self.key).visual)
-        return ImageEncoder(visual.requires_grad_(True), _size(visual), visual.image_mean, visual.image_std)
+        return ImageEncoder(
+            visual.requires_grad_(True), _read_size(visual), visual.image_mean, visual.image_std
+        )
 
     def check(self, task: Task) -> None:
         if not isinstance(task, ImageTask):
@@ -101,35 +103,35 @@ class OpenClip(Backbone):
             self._check_text_tower()
 
     def _check_text_tower(self) -> None:
-        if self.source is not None and self.source.image_tower_alone():
+        if self.source is not None and self.source.is_image_tower_alone():
             raise InputError(
                 f"backbone.weights={self.weights} has no text tower, which makes the zero-shot head: set "
                 "backbone.head=prototype or linear_probe, or give the whole model"
             )
 
-    def objective(self, task: Task) -> ImageObjective:
+    def make_objective(self, task: Task) -> ImageObjective:
         """The task with its head."""
         self.check(task)
         assert isinstance(task, ImageTask)
         crops = None
         if self.crop is not None:
             crops = Crops(
-                (self.crop[0], self.crop[1]), self.flip, max(_size(make_whole_model(self.key).visual))
+                (self.crop[0], self.crop[1]), self.flip, max(_read_size(make_whole_model(self.key).visual))
             )
         return ImageObjective(task, self._find_head(task), crops, self.precision)
 
-    def learning(self, task: Task) -> dict[str, Any]:
+    def describe_learning(self, task: Task) -> dict[str, Any]:
         head: dict[str, Any] = {} if self.head == "zero_shot" else {"head": self.head}
         return head if self.crop is None else head | {"crop": list(self.crop), "flip": self.flip}
 
-    def scoring(self, task: Task) -> dict[str, Any]:
+    def describe_scoring(self, task: Task) -> dict[str, Any]:
         head = {} if self.head == "zero_shot" else {"head": self.head}
         return head if self.precision == "float32" else head | {"precision": self.precision}
 
     def _find_head(self, task: ImageTask) -> Tensor:
         if self.keep is None:
             return self._make_head(task)
-        content: dict[str, Any] = {"backbone": self.identity(), "task": task.name, "head": self.head}
+        content: dict[str, Any] = {"backbone": self.identify(), "task": task.name, "head": self.head}
         if self.head == "zero_shot":
             content |= {"classes": list(task.classes), "templates": list(task.templates)}
         else:
@@ -146,7 +148,7 @@ class OpenClip(Backbone):
             return self.make_zero_shot_head(task.classes, task.templates)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         temperature = float(make_whole_model(self.key).logit_scale.detach().exp())
-        return HEADS[self.head](self.model().to(device), task, temperature, device)
+        return HEADS[self.head](self.make_model().to(device), task, temperature, device)
 
     @property
     def source(self) -> ClipWeights | None:
@@ -184,19 +186,19 @@ class OpenClip(Backbone):
             other = seen.setdefault(row.numpy().tobytes(), name)
             if other != name:
                 raise InputError(
-                    f"classes {other!r} and {name!r} read the same to {self.architecture}: it sees the first "
-                    f"{row.shape[1]} tokens only, so shorten the templates"
+                    f"classes {other!r} and {name!r} look the same to {self.architecture}, which reads only "
+                    f"{row.shape[1]} tokens: shorten the templates"
                 )
         chunks = torch.cat(rows).split(_TEXTS)
         features = torch.cat([model.encode_text(chunk, normalize=True) for chunk in chunks])
         means = features.unflatten(0, (len(classes), len(templates))).mean(1)
         return (normalize(means, dim=-1) * model.logit_scale.exp()).float().clone()
 
-    def identity(self) -> dict[str, str]:
+    def identify(self) -> dict[str, str]:
         """Architecture, weights and their SHA-256. It contains no path."""
         if self.source is None:
             return {"architecture": self.architecture, "weights": f"random, seed {self.seed}", "sha256": ""}
-        return {"architecture": self.architecture} | self.source.identity()
+        return {"architecture": self.architecture} | self.source.identify()
 
     def uses_quick_gelu(self) -> bool:
         """Whether the model uses QuickGELU, by its architecture's name or its weights' description."""
@@ -205,7 +207,7 @@ class OpenClip(Backbone):
     def _describe(self) -> dict[str, Any]:
         return {} if self.source is None else self.source.describe()
 
-    def hub_name(self) -> str:
+    def name_on_hub(self) -> str:
         """This architecture's name in checkpoints of the hub, such as `clip-vit-base-patch32`.
 
         Raises:
@@ -226,7 +228,7 @@ class OpenClip(Backbone):
         return _HUB_NAMES[plain]
 
 
-def _size(visual: Any) -> tuple[int, int]:
+def _read_size(visual: Any) -> tuple[int, int]:
     size = visual.image_size
     return size if isinstance(size, tuple) else (size, size)
 
@@ -243,7 +245,7 @@ def make_whole_model(key: tuple[str, str | None, int]) -> Any:
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(backbone.seed)
-            alone = source is not None and source.image_tower_alone()
+            alone = source is not None and source.is_image_tower_alone()
             if source is not None and file is not None and not source.find_tag():
                 weights = open_checkpoint(file)
                 renamed = from_transformers(dict(weights)) if is_transformers(weights) and not alone else None
@@ -278,14 +280,14 @@ def _warn_of_random_weights(wanted: bool) -> Iterator[None]:
     """Without it, silence open_clip's warning of a model without weights: they may be loaded later."""
     root = logging.getLogger()
 
-    def other(record: logging.LogRecord) -> bool:
+    def is_other(record: logging.LogRecord) -> bool:
         return wanted or "No pretrained weights loaded" not in record.getMessage()
 
-    root.addFilter(other)
+    root.addFilter(is_other)
     try:
         yield
     finally:
-        root.removeFilter(other)
+        root.removeFilter(is_other)
 
 
 @torch.no_grad()

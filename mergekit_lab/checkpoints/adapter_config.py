@@ -10,7 +10,7 @@ from typing import Any
 import regex
 
 from mergekit_lab.checkpoints.plain_files import read_json
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 
 ADAPTER_CONFIG = "adapter_config.json"
 _READ = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"} | {
@@ -52,7 +52,7 @@ def read_adapter_config(folder: Path, label: str) -> dict[str, Any]:
     unknown = [key for key, value in config.items() if key not in _READ | _NO_EFFECT and value]
     if unknown:
         raise InputError(
-            f"{label}: the adapter uses {listing(unknown)}, which cannot be folded: merge it with peft "
+            f"{label}: the adapter uses {join_names(unknown)}, which cannot be folded: merge it with peft "
             "(`merge_and_unload`) and give the saved model"
         )
     return config
@@ -86,7 +86,7 @@ def match_patterns(
                 if ending.match(module, timeout=max(0.0, end - time.process_time())):
                     values[module] = value
         except (regex.error, RecursionError) as error:
-            raise InputError(f"{holds} is no regular expression ({error})") from None
+            raise InputError(f"{holds} is not a regular expression ({error})") from None
         except TimeoutError:
             raise InputError(
                 f"{holds} takes too long to match with names: write it without repeats of repeats"

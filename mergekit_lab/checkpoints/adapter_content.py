@@ -12,7 +12,7 @@ import torch
 
 from mergekit_lab.checkpoints.adapter_placement import Wanted
 from mergekit_lab.checkpoints.checkpoint import Checkpoint
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 
 _PREFIX = "base_model.model."
 _PARTS = {
@@ -59,7 +59,7 @@ class AdapterContent:
         adapters = {match[2] for name in tensors if (match := _IN_MEMORY.search(name))}
         if len(adapters) > 1:
             raise InputError(
-                f"{label}: its file holds several adapters ({listing(adapters)}): save one of them, "
+                f"{label}: its file holds several adapters ({join_names(adapters)}): save one of them, "
                 "`model.save_pretrained(folder, selected_adapters=[name])`"
             )
         for name in tensors:
@@ -137,6 +137,6 @@ def check_kinds(label: str, tensors: Checkpoint) -> None:
     odd = [f"{name}: {spec.dtype}" for name, spec in tensors.specs.items() if not spec.dtype.is_floating_point]
     if odd:
         raise InputError(
-            f"{label}: the adapter holds tensors that are not floating-point ({listing(odd)}): if it is "
+            f"{label}: the adapter holds tensors that are not floating-point ({join_names(odd)}): if it is "
             "quantized, merge it with peft and give the saved model"
         )

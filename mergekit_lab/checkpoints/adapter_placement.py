@@ -25,7 +25,7 @@ from mergekit_lab.checkpoints.in_memory import (
     find_architecture,
 )
 from mergekit_lab.checkpoints.tied_weights import can_be_vocabulary, is_tying_embeddings, read_config
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 
 
 class Wanted(NamedTuple):
@@ -165,7 +165,7 @@ def _by_prefix(
         if told is None:
             shown = [add or drop for drop, add in best]
             raise InputError(
-                f"{label}: the adapter's names fit the base under several prefixes ({listing(shown)}), and "
+                f"{label}: the adapter's names fit the base under several prefixes ({join_names(shown)}), and "
                 "nothing tells which part it was trained on: set "
                 '{"auto_mapping": {"base_model_class": "…"}} in its adapter_config.json to the class of the '
                 "model that it was trained on, or put the prefix before its names"

@@ -24,7 +24,7 @@ from mergekit_lab.checkpoints.adapter_writing import LowRankChange
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, Computed, TensorSpec, View
 from mergekit_lab.checkpoints.files import Pickled, Safetensors
 from mergekit_lab.checkpoints.quantized import refuse_quantized
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 """What PEFT names the weights of an adapter."""
@@ -164,7 +164,7 @@ def find_adapter_folder(path: Path, label: str) -> Path:
         return path
     named = sorted(file.parent for file in path.glob(f"*/{ADAPTER_CONFIG}"))
     if len(named) > 1 and not any(path.glob("*.bin")):
-        names = listing(folder.name for folder in named)
+        names = join_names(folder.name for folder in named)
         raise InputError(f"{label}: {path} holds several adapters ({names}): name one, as {named[0]}")
     return named[0] if named and not any(path.glob("*.bin")) else path
 

@@ -30,7 +30,7 @@ from mergekit_lab.checkpoints.tied_weights import (
     read_config,
     read_vocabulary_size,
 )
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 
 Say = Callable[[str], None]
 _WRAPPERS = re.compile(
@@ -83,7 +83,7 @@ def untie(base: Checkpoint, experts: Iterable[Checkpoint], say: Say = lambda tex
     if not pairs:
         return base
     say(
-        f"{listing(pairs)}: not tied in the result (tie_word_embeddings: false), because an adapter changes "
+        f"{join_names(pairs)}: not tied in the result (tie_word_embeddings: false), because an adapter changes "
         "only one of the tied weights"
     )
     specs = {**base.specs, **{name: base.specs[kept] for name, kept in pairs.items()}}
@@ -120,13 +120,13 @@ def _rename(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
         return expert
     if drop:
         others = [name for name, usual in usuals.items() if not usual.startswith(drop)]
-        but = f" but {listing(others)}" if others else ""
+        but = f" but {join_names(others)}" if others else ""
         say(f"{expert.label}: the prefix {drop!r} of every name{but} is left out")
     if add:
         say(f"{expert.label}: every name gets the prefix {add!r}, as in the base")
     spelled = [name for name in placed if new[name] != add + name.removeprefix(drop)]
     if spelled:
-        say(f"{expert.label}: {len(spelled)} names are spelled as in the base ({listing(spelled, 2)})")
+        say(f"{expert.label}: {len(spelled)} names are spelled as in the base ({join_names(spelled, 2)})")
     specs = {new[name]: spec for name, spec in expert.specs.items()}
     tied = {new[n]: new[k] for n, k in expert.find_ties().items()}
     return View(expert, specs, {new[name]: _make_reader(expert, name) for name in expert}, tied)
@@ -180,7 +180,7 @@ def _choose_prefixes(
     if told is None:
         heads = [add or drop for drop, add in alike]
         raise InputError(
-            f"expert {expert.label!r} fits the base under several prefixes ({listing(heads)}), and nothing "
+            f"expert {expert.label!r} fits the base under several prefixes ({join_names(heads)}), and nothing "
             "tells which part it is: put the right one before its names, or its config.json next to it"
         )
     return "", told
@@ -235,9 +235,9 @@ def _with_the_bases_buffers(base: Checkpoint, expert: Checkpoint, say: Say) -> C
         return expert
     lacking = [name for name in buffers if name not in expert]
     if extra:
-        say(f"{expert.label}: buffers that a model computes are left out, as in the base: {listing(extra)}")
+        say(f"{expert.label}: buffers that a model computes are left out, as in the base: {join_names(extra)}")
     if lacking:
-        say(f"{expert.label}: buffers that a model computes are taken from the base: {listing(lacking)}")
+        say(f"{expert.label}: buffers that a model computes are taken from the base: {join_names(lacking)}")
     specs = {name: spec for name, spec in expert.specs.items() if name not in extra}
     specs |= {name: base.specs[name] for name in buffers}
     return View(expert, specs, {name: _make_reader(base, name) for name in buffers})

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 
 
 class TensorSpec(NamedTuple):
@@ -54,7 +54,7 @@ class Checkpoint(Mapping[str, Tensor]):
     ) -> None:
         odd = [name for name in specs if not name.isprintable()]
         if odd:
-            raise InputError(f"{label} has names that cannot be printed ({listing(map(ascii, odd))})")
+            raise InputError(f"{label} has names that cannot be printed ({join_names(map(ascii, odd))})")
         self.label = label
         self.specs = specs
         self.files = tuple(files)
@@ -93,16 +93,16 @@ class InMemory(Checkpoint):
     ) -> None:
         unnamed = [name for name in tensors if not isinstance(name, str)]
         if unnamed:
-            raise InputError(f"{label} has names that are not text ({listing(map(repr, unnamed))})")
+            raise InputError(f"{label} has names that are not text ({join_names(map(repr, unnamed))})")
         strangers = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
         if strangers:
             raise InputError(
-                f"{label} holds entries that are not tensors ({listing(map(str, strangers))}): "
+                f"{label} holds entries that are not tensors ({join_names(map(str, strangers))}): "
                 "pass the state dict itself, as `model.state_dict()` gives it"
             )
         odd = [name for name, value in tensors.items() if value.layout != torch.strided or value.is_quantized]
         if odd:
-            raise InputError(f"{label} holds sparse or quantized tensors ({listing(odd)}): save them dense")
+            raise InputError(f"{label} holds sparse or quantized tensors ({join_names(odd)}): save them dense")
         specs = {n: TensorSpec(t.shape, t.dtype) for n, t in tensors.items()}
         super().__init__(label, specs, files, folder)
         self._tensors = tensors

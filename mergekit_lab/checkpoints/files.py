@@ -24,7 +24,7 @@ from torch import Tensor
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, InMemory, TensorSpec
 from mergekit_lab.checkpoints.plain_files import check_file, read_json
 from mergekit_lab.checkpoints.tied_weights import find_equal_ties
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class Safetensors(Checkpoint):
             if _QUANTIZATION in (handle.metadata() or {}):
                 raise InputError(
                     f"{label} is quantized, as {file.name} says under {_QUANTIZATION!r} (ComfyUI): give the "
-                    "weights that it was made of"
+                    "original weights"
                 )
             for name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
                 view = handle.get_slice(name)
@@ -128,7 +128,7 @@ def _list_shards(label: str, file_of: dict[str, Path]) -> list[Path]:
     if absent:
         raise InputError(
             f"{label}: its index names {len(absent)} of {len(files)} files that are not in {files[0].parent} "
-            f"({listing(absent)}), so it is incomplete: was the download interrupted?"
+            f"({join_names(absent)}), so it is incomplete: was the download interrupted?"
         )
     return files
 
@@ -136,7 +136,7 @@ def _list_shards(label: str, file_of: dict[str, Path]) -> list[Path]:
 def _check_index(label: str, file_of: dict[str, Path] | Path, held: Mapping[str, Any]) -> None:
     missing = set() if isinstance(file_of, Path) else file_of.keys() - held.keys()
     if missing:
-        raise InputError(f"{label}: its index names tensors its files lack ({listing(missing)})")
+        raise InputError(f"{label}: its index names tensors its files lack ({join_names(missing)})")
 
 
 def _open_safetensors(label: str, file: Path) -> Any:
@@ -282,7 +282,7 @@ def _load_around_foreign_classes(label: str, file: Path) -> Any:
         raise pickle.UnpicklingError(str(error)) from None
     if isinstance(content, _Inert):
         raise pickle.UnpicklingError("it holds nothing else")
-    log.info("%s: %s holds objects that are not read (%s)", label, file.name, listing(names))
+    log.info("%s: %s holds objects that are not read (%s)", label, file.name, join_names(names))
     return content
 
 
@@ -303,11 +303,11 @@ def _find_state_dict(label: str, file: Path, content: Any) -> dict[str, Any]:
             return _find_state_dict(label, file, *inside.values())
         twins = list(models)
     if len(twins) > 1:
-        names = listing(map(str, twins))
+        names = join_names(map(str, twins))
         raise InputError(f"{label}: {file} holds several models ({names}): save the one that you mean")
     plain = [name for name, value in content.items() if _is_no_weight(name, value)]
     if plain:
-        named = listing(map(str, plain))
+        named = join_names(map(str, plain))
         log.info("%s: %s holds values that are not tensors and are not merged (%s)", label, file.name, named)
     return {name: value for name, value in content.items() if name not in plain}
 
@@ -336,10 +336,10 @@ def read_index(label: str, index: Path) -> dict[str, Path]:
     files = {name: PurePosixPath(file) for name, file in weight_map.items()}
     outside = {str(f) for f in files.values() if f.is_absolute() or ".." in f.parts or not f.name}
     if outside:
-        raise InputError(f"{label}: {index} names files outside its folder ({listing(outside)}): refused")
+        raise InputError(f"{label}: {index} names files outside its folder ({join_names(outside)}): refused")
     others = {str(file) for file in files.values() if file.suffix != kind}
     if others:
-        raise InputError(f"{label}: {index} names files that are not {kind} ({listing(others)}): refused")
+        raise InputError(f"{label}: {index} names files that are not {kind} ({join_names(others)}): refused")
     return {name: index.parent / file for name, file in files.items()}
 
 

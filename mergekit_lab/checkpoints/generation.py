@@ -15,7 +15,7 @@ from mergekit_lab.checkpoints.model_files import Files
 from mergekit_lab.checkpoints.plain_files import read_json
 from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.checkpoints.tokens import read_tokens
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 
 GENERATION_CONFIG = "generation_config.json"
 _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -69,7 +69,7 @@ def describe_tokenizer(
         other += [f"tokenizer's end token {token!r}"] if token and token != _end_token(source) else []
         if other:
             notes.append(
-                f"warning: {listing(other)} of {expert} differ from the result's and are not taken "
+                f"warning: {join_names(other)} of {expert} differ from the result's and are not taken "
                 f"({expert}: {_describe_ends(folder)}; the result: {_describe_ends(source)}): "
                 f"tokenizer_from={expert} takes its tokenizer, template and generation settings"
             )
@@ -79,7 +79,7 @@ def describe_tokenizer(
 def _describe_ends(folder: Path) -> str:
     names = {row: token for token, row in (read_tokens(folder) or {}).items()}
     ends = [f"{names[row]} ({row})" if row in names else str(row) for row in sorted(_read_ends(folder))]
-    return f"generation ends with {listing(ends)}" if ends else "no end token"
+    return f"generation ends with {join_names(ends)}" if ends else "no end token"
 
 
 def _read_ends(folder: Path) -> set[int]:

@@ -21,7 +21,7 @@ from mergekit_lab.checkpoints.tied_weights import (
     read_vocabulary_size,
 )
 from mergekit_lab.checkpoints.tokens import read_tokens
-from mergekit_lab.errors import listing, say_bytes
+from mergekit_lab.errors import join_names, say_bytes
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -101,7 +101,7 @@ def _describe_targets(adapter: Folded) -> list[str]:
         + ", ".join(f"{n} × {name}" for name, n in kinds.most_common())
     ]
     if info.replaced:
-        lines.append(f"saved whole: {listing(info.replaced)}")
+        lines.append(f"saved whole: {join_names(info.replaced)}")
     if info.base_name:
         lines.append(f"trained on {os.path.basename(info.base_name.rstrip('/'))}")
     return lines
@@ -113,7 +113,7 @@ def describe_model(base: Checkpoint) -> list[str]:
     tie = {True: "tied by the configuration", False: "not tied", None: "no configuration says"}[
         is_tying_embeddings(config)
     ]
-    double = "; ".join(listing(group) for group in find_configured_groups(base))
+    double = "; ".join(join_names(group) for group in find_configured_groups(base))
     lines = [
         f"input and output embeddings: {tie}"
         + (f"; under several names in the files: {double}" if double else "")
@@ -122,13 +122,13 @@ def describe_model(base: Checkpoint) -> list[str]:
     if computed:
         lines.append(
             f"{len(computed)} buffers that the model computes, copied whatever experts have: "
-            f"{listing(computed)}"
+            f"{join_names(computed)}"
         )
     buffers = [n for n, spec in base.specs.items() if not spec.dtype.is_floating_point and n not in computed]
     if buffers:
         lines.append(
             f"{len(buffers)} integer buffers, copied; the experts' must be equal (batch norm's counters "
-            f"excepted): {listing(buffers)}"
+            f"excepted): {join_names(buffers)}"
         )
     return lines
 
@@ -157,10 +157,10 @@ def compare_specs(base: Mapping[str, TensorSpec], others: Mapping[str, Mapping[s
             (kinds, "has other kinds of numbers in"),
         ):
             if names:
-                lines.append(f"{who} {what} {len(names)} tensors ({listing(names)})")
+                lines.append(f"{who} {what} {len(names)} tensors ({join_names(names)})")
         if shapes:
             shown = [f"{n} {list(specs[n].shape)} for {list(base[n].shape)}" for n in shapes]
-            lines.append(f"{who} has {len(shapes)} tensors of other shapes ({listing(shown, 4)})")
+            lines.append(f"{who} has {len(shapes)} tensors of other shapes ({join_names(shown, 4)})")
     return lines
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, Computed, TensorSpec
 from mergekit_lab.checkpoints.tied_weights import read_config
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 
 _LAYER = re.compile(r"\.(\d+)\.")
 _BEFORE = re.compile(r"embed(?!_out)|(^|\.)(wte|wpe|shared)\.")
@@ -72,7 +72,7 @@ def arrange_layers(parts: Sequence[LayerRange], label: str) -> Checkpoint:
         count = _find_stack(part.model)[1]
         if not 0 <= part.first < part.stop <= count:
             raise InputError(
-                f"{part.model.label} has {count} layers, and layers {part.first} to {part.stop} are wanted"
+                f"{part.model.label} has {count} layers, but the recipe takes {part.first} to {part.stop}"
             )
     arranged = _ArrangedLayers(parts, label)
     known = _list_shapes(parts[0].model)
@@ -85,7 +85,7 @@ def arrange_layers(parts: Sequence[LayerRange], label: str) -> Checkpoint:
         if odd:
             raise InputError(
                 f"{part.model.label}: its layers do not fit those of {parts[0].model.label}: other shapes "
-                f"({listing(odd)})"
+                f"({join_names(odd)})"
             )
     return arranged
 
@@ -136,7 +136,7 @@ def _find_stack(model: Checkpoint) -> tuple[str, int]:
     """What the layers' names begin with, and how many there are."""
     counts = count_layers(model)
     if len(counts) != 1:
-        stacks = f"several stacks of layers ({listing(counts)})" if counts else "no layers"
+        stacks = f"several stacks of layers ({join_names(counts)})" if counts else "no layers"
         raise InputError(f"{model.label} has {stacks}: slices need a model with one")
     return next(iter(counts.items()))
 
@@ -160,7 +160,7 @@ def _rewrite(parts: Sequence[LayerRange], layers: int) -> dict[str, Any]:
     if not keys:
         raise InputError(
             f"{parts[0].model.label}: no key of its config.json says that it has {count} layers "
-            f"({listing(_COUNTS)}), so the new number, {layers}, cannot be written"
+            f"({join_names(_COUNTS)}), so the new number, {layers}, cannot be written"
         )
     changed: dict[str, Any] = dict.fromkeys(keys, layers)
     for key in _BY_LAYER:

@@ -25,7 +25,7 @@ from mergekit_lab.checkpoints.checkpoint import Checkpoint, Computed
 from mergekit_lab.checkpoints.files import Safetensors, open_index
 from mergekit_lab.checkpoints.inspection import plan_specs
 from mergekit_lab.checkpoints.plain_files import read_json
-from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.ranges import require
 
 RECORD_FILE = "low_rank.json"
@@ -84,7 +84,9 @@ class LowRankRecord:
         }
         wrong = [name for name, holds in sound.items() if not holds]
         if wrong:
-            raise InputError(f"{label}: {folder / RECORD_FILE} is damaged, or not a merge's ({listing(wrong)})")
+            raise InputError(
+                f"{label}: {folder / RECORD_FILE} is damaged, or not a merge's ({join_names(wrong)})"
+            )
         return record
 
 
@@ -131,8 +133,8 @@ class LowRank(Computed):
         _check_base(self.record.base, base, label)
         unknown = [task for task in tasks or () if task not in self.record.experts]
         if unknown:
-            near = suggestion(unknown[0], self.record.experts)
-            raise InputError(f"{label} has no share of {listing(unknown)}{near}")
+            near = suggest(unknown[0], self.record.experts)
+            raise InputError(f"{label} has no share of {join_names(unknown)}{near}")
         require(coefficient is None or math.isfinite(coefficient), "coefficient", coefficient, "finite")
         file = folder / f"{LowRankRecord.stem}.safetensors"
         index = file.with_name(f"{file.name}.index.json")
@@ -213,7 +215,9 @@ def _check_factors(label: str, factors: Checkpoint, base: Checkpoint, experts: i
             raise InputError(f"{label}: the factors of {name} do not make a tensor of shape {list(spec.shape)}")
         known |= {name + kind for kind in held}
     if factors.keys() - known:
-        raise InputError(f"{label} holds factors of tensors the base lacks ({listing(factors.keys() - known)})")
+        raise InputError(
+            f"{label} holds factors of tensors the base lacks ({join_names(factors.keys() - known)})"
+        )
 
 
 def _check_base(wanted: Mapping[str, Any], base: Checkpoint, label: str) -> None:

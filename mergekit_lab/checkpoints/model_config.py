@@ -21,7 +21,7 @@ from mergekit_lab.checkpoints.checkpoint import Checkpoint
 from mergekit_lab.checkpoints.libraries import OPEN_CLIP, find_library
 from mergekit_lab.checkpoints.plain_files import read_json
 from mergekit_lab.checkpoints.tied_weights import read_config
-from mergekit_lab.errors import listing
+from mergekit_lab.errors import join_names
 
 _IGNORED = re.compile(
     # names, versions, where it comes from
@@ -137,7 +137,7 @@ def compare_configs(
         ]
         noted = [m for m in mismatches if m not in refused]
         if refused:
-            decides = listing(dict.fromkeys(m.decides or "" for m in refused))
+            decides = join_names(dict.fromkeys(m.decides or "" for m in refused))
             keys = ",".join(dict.fromkeys(m.key.split(".")[-1] for m in refused))
             compared.problems.append(
                 f"expert {name!r} has another configuration: {'; '.join(map(str, refused))}. This decides "

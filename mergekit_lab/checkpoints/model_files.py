@@ -19,7 +19,7 @@ import torch
 from mergekit_lab.checkpoints.libraries import NAMED_WEIGHTS, OPEN_CLIP, TRANSFORMERS, Library
 from mergekit_lab.checkpoints.plain_files import check_file, read_json
 from mergekit_lab.checkpoints.tied_weights import read_config
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 
 _TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
@@ -148,7 +148,7 @@ def _read_parts(source: Path) -> list[str]:
     names = [str(module["path"]) for module in modules]
     outside = [name for name in names if name and (Path(name).name != name or name in {".", ".."})]
     if outside:
-        raise InputError(f"{file} names folders outside its own ({listing(outside)}): refused")
+        raise InputError(f"{file} names folders outside its own ({join_names(outside)}): refused")
     return [name for name in names if name and (source / name).is_dir()]
 
 
@@ -206,4 +206,4 @@ def _refuse_odd_links(source: Path, names: Iterable[str]) -> None:
     targets = {name: (source / name).resolve() for name in names}
     outside = [n for n, target in targets.items() if not any(target.is_relative_to(f) for f in (real, blobs))]
     if outside:
-        raise InputError(f"{source} has links that lead out of it ({listing(outside)}): refused")
+        raise InputError(f"{source} has links that lead out of it ({join_names(outside)}): refused")

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ def _check_whole(out: Path, partial: Path, lock: int, planned: Mapping[str, int]
         sizes = {name: os.stat(partial / name).st_size for name in planned if (partial / name).is_file()}
         cut = [name for name, size in planned.items() if sizes.get(name) != size]
         if cut:
-            problem = f"lost files or parts of them ({listing(cut)})"
+            problem = f"lost files or parts of them ({join_names(cut)})"
     if problem:
         raise InputError(
             f"out={out} was not written, and its old content is untouched: the temporary folder {partial} "

@@ -14,7 +14,7 @@ import torch
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec
 from mergekit_lab.checkpoints.tied_weights import read_config
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 
 _FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 _INTEGERS = {torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32}
@@ -144,7 +144,7 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
     names = find_quantized(checkpoint)
     if names:
         raise InputError(
-            f"{checkpoint.label} is quantized ({len(names)} tensors: {listing(names)}), and quantized numbers "
-            "cannot be merged: dequantize it first (load it with transformers, `model.dequantize()`, and save "
-            "that), or give the original weights"
+            f"{checkpoint.label} is quantized ({len(names)} tensors: {join_names(names)}), and quantized "
+            "numbers cannot be merged: dequantize it first (load it with transformers, `model.dequantize()`, "
+            "and save that), or give the original weights"
         )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import TensorSpec
 from mergekit_lab.checkpoints.files import DTYPES
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.ranges import require_whole
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -210,7 +210,7 @@ class ShardedWriter:
             InputError: tensors that were announced were not written.
         """
         if self._pending:
-            raise InputError(f"{len(self._pending)} tensors were not written ({listing(self._pending)})")
+            raise InputError(f"{len(self._pending)} tensors were not written ({join_names(self._pending)})")
         for flushed in self._flushed:
             flushed.result()
         self._flusher.shutdown()

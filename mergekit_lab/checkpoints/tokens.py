@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mergekit_lab.checkpoints.plain_files import check_file, read_json
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 
 _MOST_ROWS = 1 << 31
 _READ = ("tokenizer.json", "vocab.json", "vocab.txt")
@@ -32,7 +32,7 @@ def read_tokens(folder: Path | None) -> dict[str, int] | None:
         raise InputError(f"the tokenizer files of {folder} cannot be read ({error!r})") from None
     if wrong:
         raise InputError(
-            f"the tokenizer files of {folder} give impossible rows to ({listing(map(repr, wrong))})"
+            f"the tokenizer files of {folder} give tokens impossible rows ({join_names(map(repr, wrong))})"
         )
     return tokens
 
@@ -78,7 +78,7 @@ def add_tokens(
     if entries and (not rows or rows != _read_fast_tokens(content) or len(rows) != 1 + max(rows.values())):
         why = "its rows have gaps, or other files know more tokens" if content else "it has no tokenizer.json"
         raise InputError(
-            f"the tokenizer of {folder} cannot get new tokens ({listing(entries)}), as {why}: save it with "
+            f"the tokenizer of {folder} cannot get new tokens ({join_names(entries)}), as {why}: save it with "
             "transformers"
         )
     for token in entries:

@@ -23,7 +23,7 @@ from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
 from mergekit_lab.checkpoints.tied_weights import can_be_vocabulary, is_vocabulary_name
 from mergekit_lab.checkpoints.tokens import add_tokens, digest_other_tokenizer, read_tokens
 from mergekit_lab.checkpoints.vocabulary_rows import Reconciled, TokenPlan, _RowMap
-from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.errors import InputError, join_names, suggest
 
 CHOICES = ("intersect", "pad", "base")
 
@@ -88,7 +88,7 @@ def reconcile(
             token cannot be had.
     """
     if choice is not None and choice not in CHOICES:
-        raise InputError(f"embeddings is {choice!r}{suggestion(choice, CHOICES)}")
+        raise InputError(f"embeddings is {choice!r}{suggest(choice, CHOICES)}")
     if choice is None and not any(map(is_merged, list_vocabulary_names(base, experts, resized=False))):
         return Reconciled(base, tuple(experts))
     same = _choose_vocabulary(base, experts, choice, tokenizer, is_merged, plan)
@@ -134,14 +134,14 @@ def _choose_vocabulary(
             View(e, {n: base.specs[n] if n in own else s for n, s in e.specs.items()}, _keep_same(base, names))
             for e in experts
         )
-        note = f"{listing(names)}: left out of the merge, the base's own"
+        note = f"{join_names(names)}: left out of the merge, the base's own"
         return Reconciled(base, views, tuple(names), notes=(note,), side=_make_side_blanking(base, names))
     known = [own for own in tokens if own is not None]
     if changes and len(known) < len(tokens):
         unread = [c.label for c, own in zip((base, *experts), tokens, strict=True) if own is None]
         raise InputError(
-            f"the recipe's tokens cannot be placed: the tokenizer of {listing(unread)} cannot be read: save it "
-            "as tokenizer.json with transformers"
+            f"the recipe's tokens cannot be placed: the tokenizer of {join_names(unread)} cannot be read: save "
+            "it as tokenizer.json with transformers"
         )
     if plan is not None and len(known) == len(tokens):
         return _follow(plan, base, tuple(experts), names, known, tokenizer, choice == "intersect")
@@ -205,7 +205,7 @@ def _say_choices(
     names: Sequence[str],
     tokens: Sequence[dict[str, int] | None],
 ) -> str:
-    lines = [f"the vocabularies differ in {listing(names)}:"]
+    lines = [f"the vocabularies differ in {join_names(names)}:"]
     for expert, own in zip(experts, tokens[1:], strict=True):
         changed = [name for name in names if expert.specs[name].shape != base.specs[name].shape]
         if changed or (own is not None and own != tokens[0]):
@@ -230,7 +230,7 @@ def _say_difference(own: dict[str, int] | None, base: dict[str, int] | None) -> 
     more, less = own.keys() - base.keys(), base.keys() - own.keys()
     moved = {token for token, row in base.items() if own.get(token, row) != row}
     kinds = {"only there": more, "only in the base": less, "in other rows": moved}
-    said = [f"{len(names)} {where} ({listing(names, 4)})" for where, names in kinds.items() if names]
+    said = [f"{len(names)} {where} ({join_names(names, 4)})" for where, names in kinds.items() if names]
     return f"; tokens: {', '.join(said)}" if said else ""
 
 
@@ -287,9 +287,9 @@ def _follow(
     table = _RowMap(base, experts, names, tokens, rows + padding, wanted, plan, padding)
     same = table.reconcile(None if folder == base.folder else folder)
     nowhere = wanted.keys() - union - plan.tokens.keys()
-    notes = [f"warning: no model has a row for {listing(nowhere)}: it is zero"] if nowhere else []
+    notes = [f"warning: no model has a row for {join_names(nowhere)}: it is zero"] if nowhere else []
     if added:
-        notes.append(f"the tokenizer gets {len(added)} tokens ({listing(t['content'] for t in added)})")
+        notes.append(f"the tokenizer gets {len(added)} tokens ({join_names(t['content'] for t in added)})")
     return replace(same, notes=(*same.notes, *notes), added=tuple(added))
 
 
@@ -313,7 +313,7 @@ def _pad(
         nowhere = wanted.keys() - union
         if nowhere:
             raise InputError(
-                f"no model has a row for {len(nowhere)} tokens of {tokenizer} ({listing(nowhere)})"
+                f"no model has a row for {len(nowhere)} tokens of {tokenizer} ({join_names(nowhere)})"
             )
         rows = max(
             max(wanted.values()) + 1, *(c.specs[names[0]].shape[0] for c in every if c.folder == tokenizer), 0

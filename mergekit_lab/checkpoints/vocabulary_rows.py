@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class _RowMap:
             for position, expert in enumerate(self.experts, 1)
         )
         by = "row" if self.wanted is None or None in self.tokens else "token"
-        notes = [f"{listing(self.names)}: {self.rows} rows, matched by {by}"]
+        notes = [f"{join_names(self.names)}: {self.rows} rows, matched by {by}"]
         for position, expert in enumerate(self.experts, 1):
             size, used = expert.specs[self.names[0]].shape[0], int((self.map(position) >= 0).sum())
             if not used:
@@ -219,7 +219,7 @@ class _RowMap:
             if moved:
                 notes.append(
                     f"warning: {len(moved)} tokens of the base have other rows in the result "
-                    f"({listing(moved, 4)}); ids in config.json other than begin, end and padding are still "
+                    f"({join_names(moved, 4)}); ids in config.json other than begin, end and padding are still "
                     "the base's"
                 )
         rows = self.rows if self.rows != self.base.specs[self.names[0]].shape[0] else None

@@ -18,7 +18,7 @@ from mergekit_lab.checkpoints import OPEN_CLIP, TRANSFORMERS, read_json
 from mergekit_lab.commands.prepared import Prepared
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging import SLERP, TIES, Method, TaskArithmetic, WeightAverage
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.yaml_files import make_values
 
 _CARRIED = ("license", "license_name", "license_link", "language")
@@ -158,7 +158,7 @@ def read_header(folder: Path | None) -> Mapping[str, Any]:
 def _say_merger(method: Method) -> list[str] | None:
     """`merger=NAME` and the fields that are not at the option's values."""
     kind = type(method)
-    for file in sorted((conf_dir() / "merger").glob("*.yaml")):
+    for file in sorted((find_conf_dir() / "merger").glob("*.yaml")):
         option = yaml.safe_load(file.read_text(encoding="utf-8"))
         if option["_target_"].rpartition(".")[2] == kind.__name__ and kind.__module__.startswith(
             "mergekit_lab.merging."

@@ -186,7 +186,8 @@ class MergeCheckpoints:
         for note in prepared.notes:
             log.info("%s", note)
         total = sum(path.stat().st_size for path in out.expanduser().iterdir())
-        log.info("merged %d experts into %s (%s)", len(prepared.experts), out, say_bytes(total))
+        count = len(prepared.experts)
+        log.info("merged %d expert%s into %s (%s)", count, "s" * (count > 1), out, say_bytes(total))
 
     def _read_inputs(self, stages: Path | None) -> tuple[dict[str, Any], Sequence[str], str | None]:
         """What is merged and how, as arguments of `prepare`; notes on a recipe, and its text.
@@ -206,9 +207,7 @@ class MergeCheckpoints:
 
         clashing = [name for name in ("base", "experts", "merger") if getattr(self, name)]
         if clashing:
-            raise InputError(
-                f"recipe={self.recipe} says what {' and '.join(clashing)} are: give one or the other"
-            )
+            raise InputError(f"recipe={self.recipe} sets {' and '.join(clashing)} itself: leave them out")
         recipe = read_recipe(Path(self.recipe).expanduser(), self.seed, stages)
         if stages is not None:
             for name, stage in recipe.stages.items():

@@ -39,7 +39,7 @@ from mergekit_lab.checkpoints.model_files import find_tokenizer_files
 from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.commands.prepared import Adapter, Arranged, Prepared
 from mergekit_lab.commands.sources import name_sources, refuse_absent, shorten_path
-from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.merging import Method, resolve_device
 from mergekit_lab.merging.devices import Devices, parse_devices
 from mergekit_lab.merging.inputs import RUNNING_STATISTICS, Source, Sources, is_selected
@@ -214,7 +214,7 @@ def _describe_folder(base: Checkpoint) -> list[str]:
         notes.append(f"the base is the model for {library.name}; {other.name} next to it was not read")
     parts = find_parts_with_weights(base.folder) if library is TRANSFORMERS and base.folder else []
     if parts:
-        notes.append(f"{listing(parts)}: weights of sentence-transformers outside the model are the base's")
+        notes.append(f"{join_names(parts)}: weights of sentence-transformers outside the model are the base's")
     return notes
 
 
@@ -223,7 +223,7 @@ def _require_kin(base: Checkpoint, expert: Checkpoint) -> Checkpoint:
     factors = [name for name in expert if _FACTOR.search(name)]
     if 2 * len(factors) > len(expert) and not base.keys() & expert.keys():
         raise InputError(
-            f"expert {expert.label!r} holds an adapter's factors ({listing(factors)}) without the "
+            f"expert {expert.label!r} holds an adapter's factors ({join_names(factors)}) without the "
             "adapter_config.json that peft writes with them: give the folder that has both, or a model that "
             "the adapter was merged into"
         )
@@ -245,7 +245,7 @@ def _find_tokenizer_folder(
     folder = known[str(wanted)].folder if str(wanted) in known else find_source(wanted, weights=False)
     if folder is None or not folder.is_dir():
         raise InputError(
-            f"tokenizer_from={wanted} is neither a folder nor an expert{suggestion(str(wanted), known)}"
+            f"tokenizer_from={wanted} is neither a folder nor an expert{suggest(str(wanted), known)}"
         )
     if not find_tokenizer_files(folder):
         raise InputError(f"tokenizer_from={wanted}: the folder {folder} holds no tokenizer")
@@ -266,8 +266,8 @@ def _check_tokenizer(folder: Path | None, base: Checkpoint) -> None:
     tokens = read_tokens(folder) if rows else None
     if rows and tokens and max(tokens.values()) >= rows:
         raise InputError(
-            f"tokenizer_from={folder}: its tokens reach row {max(tokens.values())}, and the result has {rows} "
-            "rows: embeddings=pad makes room for the tokens of models that have them"
+            f"tokenizer_from={folder}: it has tokens up to row {max(tokens.values())}, but the result has "
+            f"{rows} rows: set embeddings=pad, which adds rows"
         )
 
 

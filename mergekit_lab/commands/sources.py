@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mergekit_lab.checkpoints import LIBRARIES, find_source, parse_hub_id
-from mergekit_lab.errors import InputError, abbreviate, listing
+from mergekit_lab.errors import InputError, abbreviate, join_names
 from mergekit_lab.ranges import require
 
 
@@ -33,7 +33,7 @@ def read_sources(value: Any, what: str) -> list[str] | dict[str, str]:
         if pairs and all(len(pair) == 2 and "/" not in pair[0] for pair in pairs):
             names = [name.strip() for name, _ in pairs]
             if len(set(names)) < len(names):
-                raise InputError(f"{what}={value}: {file} gives a name twice ({listing(names)})")
+                raise InputError(f"{what}={value}: {file} gives a name twice ({join_names(names)})")
             return {name.strip(): path.strip() for name, path in pairs}
     right = isinstance(value, list | Mapping) and bool(value)
     require(right, what, value, "a list or a mapping of checkpoints")
@@ -56,7 +56,7 @@ def name_sources(sources: Any, what: str, names: Sequence[str] | None = None) ->
         named = {str(name): source for name, source in sources.items()}
         if names is not None and named.keys() != set(names):
             raise InputError(
-                f"the {what} inputs are for ({listing(named)}), the experts are ({listing(names)})"
+                f"the {what} inputs are for ({join_names(named)}), the experts are ({join_names(names)})"
             )
         return named
     if isinstance(sources, str | Path):

@@ -38,7 +38,7 @@ from mergekit_lab.checkpoints import (
 )
 from mergekit_lab.commands.hub_card import describe_for_hub, say_command, say_usage, write_recipe
 from mergekit_lab.commands.prepared import Prepared
-from mergekit_lab.errors import InputError, listing, say_bytes
+from mergekit_lab.errors import InputError, join_names, say_bytes
 from mergekit_lab.machine import count_free_bytes
 from mergekit_lab.merging import merge_factors, merge_tensors, require_factors
 from mergekit_lab.merging.adapter import AdapterMerge
@@ -182,7 +182,7 @@ def check_format(prepared: Prepared, format: str, rank: int | None = None, energ
         if prepared.vocabulary is not None:
             raise InputError(f"format={format} stores only changes to the base, so its vocabulary cannot grow")
         if prepared.base.untied:
-            untied = listing(prepared.base.untied)
+            untied = join_names(prepared.base.untied)
             raise InputError(f"format={format} stores only changes to the base, but an expert unties {untied}")
 
 
@@ -244,7 +244,7 @@ def _summarize_notes(notes: Notes) -> list[str]:
         f"{key}: {sum(v) / len(v):.4g} in the mean of {len(v)} tensors, from {min(v):.4g} to {max(v):.4g}"
         for key, v in numbers.items()
     ]
-    return lines + [f"{said} ({len(names)} tensors: {listing(names)})" for said, names in others.items()]
+    return lines + [f"{said} ({len(names)} tensors: {join_names(names)})" for said, names in others.items()]
 
 
 def _make_card(

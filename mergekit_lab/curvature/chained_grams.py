@@ -22,7 +22,7 @@ from mergekit_lab.batches import Batch
 from mergekit_lab.checkpoints import split_layer
 from mergekit_lab.curvature.fisher import switch_to_evaluation
 from mergekit_lab.curvature.gram import InputSums, list_keys
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.merging import RegMeanPlusPlus, merge_state_dicts
 
 
@@ -109,7 +109,7 @@ def _take_first(output: Any) -> Tensor:
 def _find_layers(model: nn.Module) -> tuple[str, nn.ModuleList | nn.Sequential]:
     stacks = {split.stack for name in model.state_dict() if (split := split_layer(name))}
     if len(stacks) != 1:
-        what = f"several ({listing(stacks)})" if stacks else "none"
+        what = f"several ({join_names(stacks)})" if stacks else "none"
         raise InputError(f"RegMean++ merges one stack of layers in their order, and this model has {what}")
     stack = stacks.pop()
     layers = model.get_submodule(stack)

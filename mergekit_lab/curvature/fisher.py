@@ -26,7 +26,7 @@ from mergekit_lab.curvature.likelihood import (
 )
 from mergekit_lab.curvature.recorder import Recorder
 from mergekit_lab.curvature.tape import NoRule, Tape
-from mergekit_lab.errors import listing
+from mergekit_lab.errors import join_names
 from mergekit_lab.optim.precision import widen_dtype
 from mergekit_lab.ranges import require_whole
 
@@ -98,7 +98,7 @@ class _Estimate:
                 except NoRule as missing:
                     log.warning(
                         "no fast rule for %s: its Fisher takes one backward pass per sample",
-                        listing(missing.names),
+                        join_names(missing.names),
                     )
                     for name in missing.names:
                         self.taped.pop(name)

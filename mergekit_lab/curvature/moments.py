@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from mergekit_lab.batches import Batch, count_samples, cut_batch
 from mergekit_lab.curvature.fisher import switch_to_evaluation
 from mergekit_lab.curvature.likelihood import compute_logits, log_likelihood
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.optim.precision import widen_dtype
 from mergekit_lab.ranges import require, require_whole
 
@@ -91,7 +91,7 @@ def squared_first_moment(
             squares[name] = moment.to(widen_dtype(moment)).square()
     if without:
         raise InputError(
-            f"{type(optimizer).__name__} keeps no first moment of {listing(without)}: it must have stepped, "
+            f"{type(optimizer).__name__} keeps no first moment of {join_names(without)}: it must have stepped, "
             "and be Adam or SGD with momentum"
         )
     return squares

@@ -58,7 +58,7 @@ def score(
         InputError: the device has no memory for a single sample.
     """
     index = torch.arange(objective.task.count(part)) if index is None else index
-    lengths = objective.lengths(part)
+    lengths = objective.measure_lengths(part)
     order = torch.arange(len(index)) if lengths is None else lengths[index].argsort(stable=True)
     size = min(batch_size, objective.max_samples or batch_size)
     expected = 0

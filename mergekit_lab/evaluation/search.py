@@ -55,9 +55,9 @@ def normalize(values: Mapping[str, float], expert_values: Mapping[str, float]) -
     dead = [task for task, value in expert_values.items() if not value > 0]
     if dead:
         raise InputError(
-            f"the experts of {', '.join(dead)} score 0 or less, so no value can be divided by theirs: train "
-            f"them longer, leave the task out ('~suite.tasks.{dead[0]}'), or fix the coefficient, so that none "
-            "is searched (merger.coefficient=1, mergers.NAME.coefficient=1)"
+            f"the experts of {', '.join(dead)} score 0 or less, so results cannot be divided by theirs: "
+            f"train longer, leave the task out ('~suite.tasks.{dead[0]}'), or set the coefficient "
+            "(merger.coefficient=1, mergers.NAME.coefficient=1)"
         )
     return sum(values[task] / expert_values[task] for task in values) / len(values)
 
@@ -221,15 +221,14 @@ def search_cma_es(
     """
     optuna = import_optuna()
     if size < 2:
-        raise InputError("search.method=cma_es finds two weights or more: name more search.layers, or experts")
+        raise InputError("search.method=cma_es needs at least two weights: name more search.layers, or experts")
     normalize(dict.fromkeys(experts, 0.0), experts)
 
-    def measure(point: Sequence[float]) -> dict[str, float]:
+    def measure_once(point: Sequence[float]) -> dict[str, float]:
         score = at(point)
         return {task: score(task, 1.0) for task in experts}
 
-    if log:
-        measure = keep_results(measure, log)
+    measure = keep_results(measure_once, log) if log else measure_once
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = optuna.samplers.CmaEsSampler(seed=seed, popsize=population)
     study = optuna.create_study(direction="maximize", sampler=sampler)

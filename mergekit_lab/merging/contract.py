@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self, get_args, get_orig
 
 from torch import Tensor
 
-from mergekit_lab.errors import InputError, abbreviate, listing, suggestion
+from mergekit_lab.errors import InputError, abbreviate, join_names, suggest
 from mergekit_lab.ranges import FLOAT32_MAX, require
 
 
@@ -232,11 +232,11 @@ class Method:
             for expert in by_name:
                 if expert not in experts:
                     raise InputError(
-                        f"weights name {expert!r}, which is no expert{suggestion(expert, experts)}"
+                        f"weights name {expert!r}, which is not an expert{suggest(expert, experts)}"
                     )
             missing = set(experts) - set(by_name)
             if missing:
-                raise InputError(f"weights lack a number for {listing(missing)}")
+                raise InputError(f"weights lack a number for {join_names(missing)}")
             values = [by_name[expert] for expert in experts]
         elif isinstance(self.weights, Sequence) and not isinstance(self.weights, str):
             values = list(self.weights)

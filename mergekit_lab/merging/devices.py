@@ -25,7 +25,7 @@ def parse_devices(device: object, spread: int | None = None) -> list[str]:
         InputError: no name, or no list of them.
     """
     if device == "auto" or (device == "spread" and spread):
-        return list_devices(1 if device == "auto" else spread)
+        return list_devices(spread if device == "spread" and spread else 1)
     if isinstance(device, list | tuple):
         if not device:
             raise InputError("device is an empty list")
@@ -53,5 +53,5 @@ def resolve_device(device: str | torch.device) -> torch.device:
         torch.empty(0, device=resolved)
     except (RuntimeError, NotImplementedError, AssertionError):
         names = ", ".join(["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))])
-        raise InputError(f"device {str(device)!r} is not there: this machine has {names}") from None
+        raise InputError(f"device {str(device)!r} does not exist: this machine has {names}") from None
     return resolved

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.merging.contract import Method, Site, Stream, is_finite
 from mergekit_lab.ranges import require, require_choice
 
@@ -83,7 +83,7 @@ class Fisher(Method):
         )
         zero = [expert for expert, norm in zip(stream.experts, norms.tolist(), strict=True) if norm == 0]
         if zero:
-            raise InputError(f"the fisher of {listing(zero)} is 0 everywhere and has no norm to divide by")
+            raise InputError(f"the fisher of {join_names(zero)} is 0 everywhere and has no norm to divide by")
         return norms.reciprocal()
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:

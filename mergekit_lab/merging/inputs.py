@@ -19,7 +19,7 @@ from mergekit_lab.checkpoints import (
     open_checkpoint,
     refuse_quantized,
 )
-from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.merging.contract import Method
 from mergekit_lab.merging.stacks import Stack, find_stacks
 from mergekit_lab.ranges import require_choice
@@ -77,7 +77,7 @@ class Inputs:
                         f"tensor {name!r} of {checkpoint.label} holds {bad} NaN or infinite entries: "
                         "its training diverged or the file is damaged"
                     )
-        raise InputError(f"merging {listing(names)} overflows {self.compute}")
+        raise InputError(f"merging {join_names(names)} overflows {self.compute}")
 
     def refuse_side(self, kind: str, names: Sequence[str]) -> None:
         """Raise for the first side input of these tensors that may not be used, naming the expert."""
@@ -87,7 +87,7 @@ class Inputs:
                 finite = bool(values.isfinite().all())
                 if not finite or (kind == "fisher" and bool((values < 0).any())):
                     fault = "negative" if finite else "NaN or infinite"
-                    raise InputError(f"the {kind} of {expert} holds {fault} entries in ({listing([name])})")
+                    raise InputError(f"the {kind} of {expert} holds {fault} entries in ({join_names([name])})")
 
 
 def open_inputs(
@@ -246,13 +246,13 @@ def _check_alike(
         ]
         problems = []
         if missing:
-            problems.append(f"lacks {len(missing)} tensors the base has ({listing(missing)})")
+            problems.append(f"lacks {len(missing)} tensors the base has ({join_names(missing)})")
         if extra:
-            problems.append(f"has {len(extra)} tensors the base lacks ({listing(extra)})")
+            problems.append(f"has {len(extra)} tensors the base lacks ({join_names(extra)})")
         if shapes:
-            problems.append(f"has other shapes ({listing(shapes)})")
+            problems.append(f"has other shapes ({join_names(shapes)})")
         if kinds:
-            problems.append(f"has other kinds of numbers ({listing(kinds)})")
+            problems.append(f"has other kinds of numbers ({join_names(kinds)})")
         if problems:
             way_out = "was it saved from another backbone?"
             if base is not None and _list_shapes(align(base, other, read=False)) == _list_shapes(base):
@@ -274,7 +274,7 @@ def _check_buffers(wanted: Specs, base: Checkpoint, experts: Iterable[Checkpoint
         if differing:
             raise InputError(
                 f"expert {expert.label!r} has other integer or complex tensors than the base "
-                f"({listing(differing)}): these are copied, never averaged, so they must be equal"
+                f"({join_names(differing)}): these are copied, never averaged, so they must be equal"
             )
 
 
@@ -291,7 +291,7 @@ def _check_tied(tied: Mapping[str, str], experts: Iterable[Checkpoint]) -> None:
         if untied:
             raise InputError(
                 f"expert {expert.label!r} holds different values for weights that the base ties "
-                f"({listing(untied)}): untie them in the base, or tie them in the expert"
+                f"({join_names(untied)}): untie them in the base, or tie them in the expert"
             )
 
 
@@ -322,7 +322,7 @@ def _open_side(
     known = {*_KINDS, *method.side_inputs}
     for kind in by_kind:
         if kind not in known:
-            raise InputError(f"statistics hold {kind!r}, which no method takes{suggestion(kind, known)}")
+            raise InputError(f"statistics hold {kind!r}, which no method takes{suggest(kind, known)}")
     opened = {}
     for kind in method.side_inputs:
         if kind not in by_kind:
@@ -332,7 +332,8 @@ def _open_side(
             by_name = dict(zip(experts, by_name.values(), strict=True))
         if by_name.keys() != set(experts):
             raise InputError(
-                f"the {kind} checkpoints are for ({listing(by_name)}), the experts are ({listing(experts)})"
+                f"the {kind} checkpoints are for ({join_names(by_name)}), the experts are "
+                f"({join_names(experts)})"
             )
         opened[kind] = tuple(open_checkpoint(by_name[name], f"{kind} of {name}") for name in experts)
         own = {n: base.specs[n] for n in merged if method.name_side(kind, n) == n}
@@ -367,7 +368,7 @@ def check_same_names(base: Checkpoint, method: Method, kind: str, side: Sequence
     wanted = {key for name in names if (key := method.name_side(kind, name)) is not None}
     held = [wanted & checkpoint.keys() for checkpoint in side]
     if side[0] and not held[0]:
-        raise InputError(f"{side[0].label} holds nothing under the names of this model ({listing(wanted)})")
+        raise InputError(f"{side[0].label} holds nothing under the names of this model ({join_names(wanted)})")
     for checkpoint, keys in zip(side, held, strict=True):
         if keys != held[0]:
-            raise InputError(f"{checkpoint.label} and {side[0].label} differ in ({listing(keys ^ held[0])})")
+            raise InputError(f"{checkpoint.label} and {side[0].label} differ in ({join_names(keys ^ held[0])})")

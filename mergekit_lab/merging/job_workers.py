@@ -11,7 +11,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.machine import count_cores
 from mergekit_lab.merging.blocks import Reader
 from mergekit_lab.merging.jobs import plan_jobs
@@ -30,8 +30,8 @@ def _attempt(run: Job, reader: Reader, names: list[str]) -> Results:
     except torch.linalg.LinAlgError as error:
         reader.settle()
         raise InputError(
-            f"{listing(names)} cannot be factorized: the task vectors or side inputs are too large, or too far "
-            f"apart in size, for float64 ({str(error).splitlines()[0]})"
+            f"{join_names(names)} cannot be factorized: the task vectors or side inputs are too large, or too "
+            f"far apart in size, for float64 ({str(error).splitlines()[0]})"
         ) from None
 
 

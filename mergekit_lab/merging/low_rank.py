@@ -26,7 +26,7 @@ from mergekit_lab.checkpoints.low_rank import (
     SHARED,
     count_bytes,
 )
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.merging.blocks import Notes, Reader
 from mergekit_lab.merging.contract import Method, Segment
 from mergekit_lab.merging.devices import Devices
@@ -113,7 +113,7 @@ def plan_factors(
     stacks = find_stacks(merged)
     if stacks:
         raise InputError(
-            f"low-rank factors hold one matrix per tensor, but {listing(stacks)} are stacks of a mixture's "
+            f"low-rank factors hold one matrix per tensor, but {join_names(stacks)} are stacks of a mixture's "
             "experts: exclude them, or store the merge dense"
         )
     for name, shape in merged.items():

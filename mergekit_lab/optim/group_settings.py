@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.optim.parameters import Setting
 from mergekit_lab.ranges import FASTEST, require_number
 
@@ -37,10 +37,10 @@ class GroupSettings(Optimizer):
         common = {*self.saved_attributes} - {*self.group_settings} - self.base.defaults.keys()
         for number, group in enumerate(self.param_groups):
             if odd := common & group.keys():
-                name, may = type(self).__name__, listing(self.group_settings) or "none of its own"
+                name, may = type(self).__name__, join_names(self.group_settings) or "none of its own"
                 raise InputError(
-                    f"group {number} of the parameters has {listing(odd)}, which is one for all groups (in "
-                    f"{name} a group may have {may}): pass it to {name} itself"
+                    f"parameter group {number} sets {join_names(odd)}, which {name} takes once for all "
+                    f"groups (a group may set {may}): pass it to {name} itself"
                 )
 
     def group_values(self, name: str) -> list[Any]:

@@ -123,8 +123,8 @@ class MergOPT(OffsetOptimizer):
         require(isinstance(self.per_rank, bool), "per_rank", self.per_rank, "true or false")
         if self.worst_of > 1 and self._maximizes and not all(g.get("maximize") for g in self.param_groups):
             raise InputError(
-                "MergOPT(worst_of=…) knows no worst offset where some groups minimize the loss and others "
-                "maximize it: set maximize alike in all groups, or worst_of=1"
+                "MergOPT(worst_of=…) needs groups that all minimize or all maximize: set maximize alike in "
+                "all groups, or worst_of=1"
             )
         if self.per_rank and any(is_sharded(p) for p in self.parameters):
             raise InputError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 
 Setting = float | list[float]
 """A hyper-parameter: one number, or one for each parameter where groups differ."""
@@ -44,13 +44,13 @@ def split_names(parameters: Parameters) -> tuple[list[Any], dict[Tensor, str]]:
     if names and len(names) < count:
         raise InputError(f"{len(names)} of {count} parameters have a name: name all of them or none")
     if odd := {str(t.dtype) for t in tensors if not t.is_floating_point()}:
-        raise InputError(f"only real floating parameters can be optimized, not {listing(odd)}")
+        raise InputError(f"only real floating parameters can be optimized, not {join_names(odd)}")
     return plain, names
 
 
 def describe(parameters: Iterable[Tensor], names: Mapping[Tensor, str]) -> str:
     """Describe parameters by name, or by shape if they have none."""
-    return listing(names.get(p, f"unnamed, shape {tuple(p.shape)}") for p in parameters)
+    return join_names(names.get(p, f"unnamed, shape {tuple(p.shape)}") for p in parameters)
 
 
 def _to_list(parameters: Any) -> list[Any]:

@@ -25,7 +25,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.optim.ascent import AscentOptimizer
 from mergekit_lab.optim.noise import hash_bits, sample
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
@@ -151,7 +151,7 @@ class SSAMF(SparseAscent):
             raise InputError("use_fisher finds entries by name: build SSAMF from model.named_parameters()")
         odd = [n for p, n in names.items() if n not in fisher or fisher[n].shape != p.shape]
         if odd:
-            raise InputError(f"the Fisher information is missing or has another shape for {listing(odd)}")
+            raise InputError(f"the Fisher information is missing or has another shape for {join_names(odd)}")
         self.external_fisher = True
         self.squares.clear()
         self._renew(list(names), [fisher[n].to(p.device).float() for p, n in names.items()])

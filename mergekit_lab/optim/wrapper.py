@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.optim.capturable import ReplayState
 from mergekit_lab.optim.group_settings import GroupSettings
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, build, describe, split_names
@@ -130,8 +130,8 @@ class WrappedOptimizer(GroupSettings):
         (plain,), names = split_names([param_group])
         if twice := {*plain["params"]} & {*self.parameters}:
             raise InputError(
-                f"these parameters are optimized already, and would be twice: {describe(twice, self.names)}; "
-                "leave them out of the group that is added"
+                f"these parameters are in the optimizer already: {describe(twice, self.names)}; "
+                "leave them out of the new group"
             )
         if bool(names) != bool(self.names):
             has, others = ("with", "without") if names else ("without", "with")
@@ -258,8 +258,8 @@ class WrappedOptimizer(GroupSettings):
             ", or call optimizer.train() before the first of them" if self.evaluations_per_step == 1 else ""
         )
         raise InputError(
-            f"{type(self).__name__}.step(closure) evaluates its batch again and would drop the gradients that "
-            f"{len(new)} parameters have from before ({describe(new, self.names)}). If a loop accumulates "
+            f"{type(self).__name__}.step(closure) evaluates its batch anew and would drop gradients that "
+            f"{len(new)} parameters already have ({describe(new, self.names)}). If a loop accumulates "
             "micro-batches (Lightning's accumulate_grad_batches, accelerate's gradient_accumulation_steps), go "
             f"over them inside the closure{train_mode}. If these gradients are not wanted, call "
             "optimizer.zero_grad() before step"
@@ -382,7 +382,7 @@ class WrappedOptimizer(GroupSettings):
             )
         if odd := own.keys() ^ {*self.saved_attributes, *self.saved_tensors}:
             raise InputError(
-                f"this {saved_by} state dict and this version disagree on the entries {listing(odd)}"
+                f"this {saved_by} state dict and this version disagree on the entries {join_names(odd)}"
             )
         self.base.load_state_dict({key: value for key, value in state_dict.items() if key != STATE_KEY})
         self._share_with_base()

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.records import KINDS, Record, deduplicate
 from mergekit_lab.reporting.tables import (
@@ -148,13 +148,13 @@ def parse_table(table: str, measure: str = "normalized") -> tuple[tuple[str, str
     fixed = {name.strip(): value.strip() for name, _, value in pairs}
     for name in (*names, *fixed):
         if name not in DIMENSIONS:
-            raise InputError(f"table={table}: {name!r} is no dimension{suggestion(name, DIMENSIONS)}")
+            raise InputError(f"table={table}: {name!r} is not a dimension{suggest(name, DIMENSIONS)}")
     if len(names) != 2 or names[0] == names[1]:
         raise InputError(f"table={table} must be two dimensions, rows×columns, of {', '.join(DIMENSIONS)}")
     if len(fixed) < len(pairs) or {*names} & {*fixed} or not all(fixed.values()):
         raise InputError(f"table={table}: after @ comes another dimension, once, with its value: @merger:tsvm")
     if measure not in MEASURES:
-        raise InputError(f"metric is {measure!r}{suggestion(measure, MEASURES)}")
+        raise InputError(f"metric is {measure!r}{suggest(measure, MEASURES)}")
     return (names[0], names[1]), fixed
 
 
@@ -165,7 +165,7 @@ def _narrow(records: Sequence[Record], fixed: Mapping[str, str], table: str) -> 
         if name == "merger":  # by its label, or as tables show it
             value = {display_name(label): label for label in known}.get(value, value)
         if value not in known:
-            raise InputError(f"table={table}: no record has {name} {value!r}{suggestion(value, known)}")
+            raise InputError(f"table={table}: no record has {name} {value!r}{suggest(value, known)}")
         kept = [record for record in kept if _read_value(record, name) == value]
     return kept
 
@@ -186,8 +186,8 @@ def _refuse_open(records: Sequence[Record], names: Sequence[str], table: str) ->
         values = _list_values(records, axis)
         if axis not in names and len(values) > 1:
             raise InputError(
-                f"table={table} leaves {axis} open, which has several values ({listing(values)}): make it one "
-                f"of the two, or fix it, table={table}@{axis}:VALUE"
+                f"table={table} leaves {axis} open, which has several values ({join_names(values)}): make it "
+                f"one of the two, or fix it, table={table}@{axis}:VALUE"
             )
 
 

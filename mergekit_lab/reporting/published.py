@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from statistics import mean
 
-from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.errors import InputError, suggest
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.records import write_text
 from mergekit_lab.reporting.writing import escape_markdown, join_markdown
@@ -149,12 +149,12 @@ def read_published(name: str) -> list[Published]:
     source, _, table = name.partition(" ")
     known = sorted(path.stem for path in _ASSETS.glob("*.csv"))
     if source not in known:
-        raise InputError(f"published: there is no source {source!r}{suggestion(source, known)}")
+        raise InputError(f"published: there is no source {source!r}{suggest(source, known)}")
     lines = (_ASSETS / f"{source}.csv").read_text().splitlines()
     rows = [Published(**{**row, "value": float(row["value"])}) for row in csv.DictReader(_drop_comments(lines))]  # type: ignore[arg-type]
     tables = {row.table for row in rows}
     if table not in tables:
-        raise InputError(f"published: {source} has no table {table!r}{suggestion(table, tables)}")
+        raise InputError(f"published: {source} has no table {table!r}{suggest(table, tables)}")
     return [row for row in rows if row.table == table]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.errors import InputError, join_names, suggest
 
 KINDS = ("zero_shot", "expert", "checkpoint", "merged", "joint")
 """What was evaluated, in the order a table shows it."""
@@ -77,7 +77,7 @@ class Record:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise InputError(f"record: unknown kind {self.kind!r}{suggestion(self.kind, KINDS)}")
+            raise InputError(f"record: unknown kind {self.kind!r}{suggest(self.kind, KINDS)}")
         if (self.kind == "merged") != (self.merger is not None):
             raise InputError(
                 f"record: kind {self.kind!r} with merger {self.merger!r}: a merger's label "
@@ -227,10 +227,10 @@ def _parse_record(entry: object) -> Record:
     if "split" in entry and "part" not in entry:
         raise InputError("it has 'split' where records now have 'part': make the report of its run again")
     if unknown := set(entry) - set(_TYPES):
-        near = suggestion(min(unknown), _TYPES)
-        raise InputError(f"unknown fields {listing(unknown)}{near}")
+        near = suggest(min(unknown), _TYPES)
+        raise InputError(f"unknown fields {join_names(unknown)}{near}")
     if missing := set(_TYPES) - set(entry) - _OPTIONAL:
-        raise InputError(f"missing fields {listing(missing)}")
+        raise InputError(f"missing fields {join_names(missing)}")
     for name, value in entry.items():
         allowed = _TYPES[name]
         whole_number_as_float = float in allowed and type(value) is int

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import mean, stdev
 from typing import Any
 
-from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.errors import InputError, suggest
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.records import KINDS, Record, deduplicate
 
@@ -200,7 +200,7 @@ def build_table(records: Iterable[Record], part: str | None = None, *, like: Tab
     everything = deduplicate(records)
     parts = list(dict.fromkeys(record.part for record in everything))
     if part is not None and part not in parts:
-        raise InputError(f"no record of part {part!r}{suggestion(part, parts)}")
+        raise InputError(f"no record of part {part!r}{suggest(part, parts)}")
     part = part or ("test" if "test" in parts or not parts else parts[0])
     of_part = [record for record in everything if record.part == part]
     shown = keep_first_metric(of_part)

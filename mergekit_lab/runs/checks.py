@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.runs.mergers import Merger
 from mergekit_lab.schema.check import list_stages
 from mergekit_lab.training import TrainingSettings
@@ -26,7 +26,7 @@ def check_task_names(tasks: Sequence[str], optimizer_of: Iterable[str], epochs_o
     if epochs_of and not any(name in tasks for name in epochs_of):
         slips = list(epochs_of)
     for name in [*(name for name in optimizer_of if name not in tasks), *slips]:
-        raise InputError(f"{name!r} is no task of this run{suggestion(name, tasks)}")
+        raise InputError(f"{name!r} is not a task of this run{suggest(name, tasks)}")
 
 
 def check_shares(
@@ -43,15 +43,14 @@ def check_shares(
     accumulate = training.accumulate
     if share < processes or (accumulate > 1 and share % (processes * accumulate)):
         raise InputError(
-            f"trainer={strategy}: {share} samples of a task in a batch cannot be shared by {processes} "
-            f"processes in training.accumulate={accumulate} micro-batches each: make training.batch_size a "
-            f"multiple of {processes * accumulate} for each task in a batch (the joint model has all of "
-            "them in it)"
+            f"trainer={strategy}: {processes} processes with training.accumulate={accumulate} cannot share "
+            f"{share} samples per task evenly: make training.batch_size a multiple of "
+            f"{processes * accumulate} per task (a batch of the joint model has all tasks)"
         )
     if accumulate > 1 and packing:
         raise InputError(
-            "backbone.packing gives processes different numbers of rows, which "
-            f"training.accumulate={accumulate} would cut into different numbers of micro-batches: set it to 1, "
+            "with backbone.packing, processes get different numbers of rows, so "
+            f"training.accumulate={accumulate} would make different numbers of micro-batches: set it to 1, "
             "or backbone.packing=false"
         )
 
@@ -108,8 +107,8 @@ def check_mergers(mergers: Mapping[str, Merger], *, learns: bool, has_harness: b
             )
         if merger.method.side_inputs and not learns:
             raise InputError(
-                f"{_LACK}, and {label} reads {listing(merger.method.side_inputs)} of training parts: leave it "
-                "out, or add texts=[a.csv,b.csv]"
+                f"{_LACK}, and {label} reads {join_names(merger.method.side_inputs)} of training parts: leave "
+                "it out, or add texts=[a.csv,b.csv]"
             )
         if merger.method.by_task and has_harness:
             raise InputError(

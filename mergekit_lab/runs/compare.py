@@ -35,7 +35,7 @@ def check_slice(cfg: DictConfig) -> None:
     names, fixed = parse_table(cfg.table or "merger×task", cfg.metric)
     if cfg.table and cfg.runs is None and "merger" not in (*names, *fixed):
         raise InputError(
-            f"table={cfg.table}: the report of a run has many mergers: make merger one of the two, or fix one, "
+            f"table={cfg.table}: this run has several mergers: make merger one of the two, or fix one, "
             f"table={cfg.table}@merger:NAME"
         )
 

@@ -83,7 +83,7 @@ def stage_curvature(run: Run) -> None:
 def _make_side(run: Run, kind: str, task: str, workspace: Workspace) -> Mapping[str, Any]:
     settings = Curvature(**run.plain["curvature"])
     run.model.load_state_dict(load_state(run.need(expert_node(run, task))))
-    whole = run.objective(task).with_head(run.model)
+    whole = run.make_objective(task).with_head(run.model)
     inside = find_prefix(whole, run.model)
     count = settings.count(run.tasks[task].count("train"))
     values = {
@@ -104,7 +104,7 @@ def _compute(
     Raises:
         InputError: one sample at a time is too much.
     """
-    causal = run.objective(task).causal
+    causal = run.make_objective(task).causal
     by_moment = kind == "fisher" and settings.estimate == "first_moment"
 
     def compute(chunk: int) -> dict[str, Tensor]:
@@ -149,7 +149,7 @@ def make_own_sides(run: Run, method: Method, experts: Mapping[str, Path]) -> dic
 
 def _train_mask(run: Run, how: Localization, task: str, expert: Path) -> dict[str, Tensor]:
     """Which entries of an expert its task needs, by the samples that a Fisher reads, in training's batches."""
-    settings, objective = Curvature(**run.plain["curvature"]), run.objective(task)
+    settings, objective = Curvature(**run.plain["curvature"]), run.make_objective(task)
     whole = objective.with_head(run.model)
     inside, count = find_prefix(whole, run.model), settings.count(run.tasks[task].count("train"))
     names = {parameter: name for name, parameter in run.model.state_dict(keep_vars=True).items()}
@@ -174,7 +174,7 @@ def _chain_grams(
     """The Grams of RegMean++ for these experts of the run, by task."""
     settings = Curvature(**run.plain["curvature"])
     opened = {task: open_checkpoint(path, task) for task, path in experts.items()}
-    wholes = {task: run.objective(task).with_head(run.model) for task in experts}
+    wholes = {task: run.make_objective(task).with_head(run.model) for task in experts}
 
     def compute(chunk: int) -> dict[str, dict[str, Tensor]]:
         def batches(task: str) -> Iterator[Batch]:
@@ -201,13 +201,13 @@ def list_batches(run: Run, kind: str, task: str, count: int, size: int) -> Itera
 
     For Grams, in which every row of a batch counts, texts come one by one: then none is padded.
     """
-    objective = run.objective(task)
+    objective = run.make_objective(task)
     order = torch.randperm(run.tasks[task].count("train"), generator=torch.Generator().manual_seed(run.seed))
-    if kind == "gram" and isinstance(objective.batch("train", order[:1]), Mapping):
+    if kind == "gram" and isinstance(objective.make_batch("train", order[:1]), Mapping):
         size = 1
     parts = order[:count].split(size)
     for part in run.track(parts, f"{kind} of {task}"):
-        yield to_device(objective.batch("train", part), run.device)
+        yield to_device(objective.make_batch("train", part), run.device)
 
 
 def _fill_all_tensors(run: Run, fisher: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -184,7 +184,7 @@ def _compare(wanted: list[str], cfg: DictConfig, folder: Path, overrides: list[s
     from mergekit_lab.runs.compare import list_runs, report_runs
 
     if wanted != ["report"]:
-        raise InputError("runs= compares runs that are there: say stage=report with it")
+        raise InputError("runs= compares finished runs: add stage=report")
     folders = list_runs(cfg)
     from mergekit_lab.schema.run import check
 
@@ -199,7 +199,7 @@ def _run_on_data(wanted: list[str], cfg: DictConfig, folder: Path) -> None:
     check(cfg)
     for name in wanted:
         if name not in _ON_DATA:
-            raise InputError(f"the stage {name} does not run together with {' or '.join(_ON_DATA)}")
+            raise InputError(f"the stage {name} cannot run together with {' or '.join(_ON_DATA)}")
         if name == "fetch":
             from mergekit_lab.runs.fetch import run_fetch
 

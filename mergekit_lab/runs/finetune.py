@@ -163,7 +163,7 @@ def _learning_content(run: Run, tasks: Sequence[str]) -> dict[str, Any]:
     """
     content: dict[str, Any] = {}
     for task in tasks:
-        how = run.backbone.learning(run.tasks[task])
+        how = run.backbone.describe_learning(run.tasks[task])
         if run.training.keep == "best":
             how = how | run.scoring_content(task)
         if how:
@@ -196,7 +196,7 @@ def _decode(run: Run, nodes: Sequence[Node]) -> None:
     for name, task in run.tasks.items():
         if isinstance(task, HubImages) and missing & {name, "+joint"}:
             for part in PARTS:
-                task.samples(part)
+                task.load_samples(part)
 
 
 def _import_experts(run: Run) -> None:

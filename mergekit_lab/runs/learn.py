@@ -58,14 +58,14 @@ def _learn(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
     Raises:
         InputError: a task that is not classified by a frozen head.
     """
-    strangers = [task for task in run.tasks if not isinstance(run.objective(task), ImageObjective)]
+    strangers = [task for task in run.tasks if not isinstance(run.make_objective(task), ImageObjective)]
     if strangers:
-        raise InputError(f"AdaMerging lowers the entropy over classes, which {strangers[0]} has none of")
+        raise InputError(f"AdaMerging needs image classes, and {strangers[0]} has none: choose another merger")
     assert isinstance(merger.method, AdaMerging)
     assert merger.method.learn is not None
     how = merger.method.learn
     experts = {task: run.need(expert_node(run, task)).file(MODEL) for task in run.tasks}
-    wholes = {task: run.objective(task).with_head(run.model) for task in run.tasks}
+    wholes = {task: run.make_objective(task).with_head(run.model) for task in run.tasks}
     inside = {task: find_prefix(whole, run.model) for task, whole in wholes.items()}
 
     def logits(state: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Sequence[Tensor]:
@@ -96,7 +96,7 @@ def _draw_batches(run: Run, how: Learning) -> Iterator[dict[str, Batch]]:
     for step in range(how.steps):
         chosen = slice(step * how.batch_size, (step + 1) * how.batch_size)
         yield {
-            task: to_device(run.objective(task).batch(part, order[chosen]), run.device)
+            task: to_device(run.make_objective(task).make_batch(part, order[chosen]), run.device)
             for task, order in orders.items()
         }
 

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from mergekit_lab import merging
-from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.merging import Method
 from mergekit_lab.schema.check import build, without_null_coefficient
 from mergekit_lab.schema.run import Search
@@ -71,7 +71,7 @@ def build_mergers(nodes: Mapping[str, DictConfig], search: Search, tasks: Sequen
     known = {name for merger in mergers.values() for name in merger.content} | _METHOD_FIELDS
     for name in search.fields or {}:
         if mergers and name not in known:
-            raise InputError(f"search.fields.{name}: no merging method has it{suggestion(name, known)}")
+            raise InputError(f"search.fields.{name}: no merging method has it{suggest(name, known)}")
     return mergers
 
 
@@ -82,14 +82,14 @@ def _build(label: str, node: DictConfig, search: Search, tasks: tuple[str, ...])
     method.check(tasks)
     if unknown := set(method.side_inputs) - set(SIDE_INPUTS):
         raise InputError(
-            f"mergers.{label}: {type(method).__name__} reads {listing(unknown)}, and a run makes "
-            f"{listing(SIDE_INPUTS)} alone: pass your own to merge_state_dicts in Python, as statistics="
+            f"mergers.{label}: {type(method).__name__} reads {join_names(unknown)}, but a run makes "
+            f"only {join_names(SIDE_INPUTS)}: in Python, pass your own to merge_state_dicts(statistics=…)"
         )
     searched = is_open and search.takes_place
     if searched and method.by_task:
         raise InputError(
-            f"mergers.{label}: {type(method).__name__} makes a model for every task, and a coefficient is "
-            "searched for one model of all: give merger.coefficient=1"
+            f"mergers.{label}: {type(method).__name__} makes a model for every task, so its "
+            "coefficient cannot be searched: set merger.coefficient=1"
         )
     if searched and search.method == "cma_es":
         _check_weighable(label, method, content, tasks)
@@ -124,14 +124,14 @@ def _check_weighable(label: str, method: Method, content: Mapping[str, Any], tas
     """Refuse a method whose weights cannot be searched, each candidate a merge."""
     way_out = "give it a coefficient (merger.coefficient=1, mergers.NAME.coefficient=1)"
     if not method.elementwise or method.side_inputs:
-        why = f"reads {listing(method.side_inputs)}" if method.side_inputs else "takes whole tensors apart"
+        why = f"reads {join_names(method.side_inputs)}" if method.side_inputs else "takes whole tensors apart"
         raise InputError(
             f"mergers.{label}: {type(method).__name__} {why} for every candidate of search.method=cma_es: "
             f"leave it out (merger=task_arithmetic, ties, dare), or {way_out}"
         )
     if method.weights is not None or getattr(getattr(method, "inner", None), "weights", None) is not None:
         raise InputError(
-            f"mergers.{label}: its weights are given, and search.method=cma_es is to find them: leave them "
+            f"mergers.{label}: its weights are set, but search.method=cma_es searches them: leave them "
             f"null, or {way_out}"
         )
     build({**content, **weight_fields(content, dict.fromkeys(tasks, 1.0))}, Method).check(tasks)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mergekit_lab.backbones import Backbone, LanguageModel
 from mergekit_lab.checkpoints import LowRank, open_checkpoint
-from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.errors import InputError, suggest
 from mergekit_lab.evaluation import score, score_with_harness
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.mergers import Merger
@@ -79,7 +79,7 @@ class Model:
     def load(self, run: Run, task: str) -> nn.Module:
         """The model itself, on the run's device; the run's own one, unless it has a backbone of its own."""
         if self.backbone:
-            return self.backbone.model().to(run.device)
+            return self.backbone.make_model().to(run.device)
         run.model.load_state_dict(dict(self.state(run, task)))
         return run.model
 
@@ -124,7 +124,7 @@ def _evaluate(run: Run, model: Model, task: str, part: Part, workspace: Workspac
     if isinstance(measured, HarnessTask):
         assert isinstance(backbone, LanguageModel)
         answers = score_with_harness(
-            loaded, backbone.tokenizer(), measured, precision=backbone.precision, progress=run.cfg.progress
+            loaded, backbone.load_tokenizer(), measured, precision=backbone.precision, progress=run.cfg.progress
         )
         np.savez(
             workspace.out / SAMPLES_OF_METRICS,
@@ -137,7 +137,9 @@ def _evaluate(run: Run, model: Model, task: str, part: Part, workspace: Workspac
             "samples": answers.count,
             "peak_memory_bytes": read_peak_memory(run.device),
         }
-    objective = model.backbone.objective(measured).to(run.device) if model.backbone else run.objective(task)
+    objective = (
+        model.backbone.make_objective(measured).to(run.device) if model.backbone else run.make_objective(task)
+    )
     if loaded is run.model:
         loaded = run.model_to_score(task)
     scores = score(loaded, objective, part, batch_size=run.cfg.evaluation_batch_size)
@@ -163,7 +165,7 @@ def read_metric(run: Run, task: str, artifact: Artifact) -> tuple[str, float]:
         return metric, artifact.info["value"]
     metric, metrics = metric or artifact.info["metric"], artifact.info["metrics"]
     if metric not in metrics:
-        raise InputError(f"suite.metric: {task} has no metric {metric!r}{suggestion(metric, metrics)}")
+        raise InputError(f"suite.metric: {task} has no metric {metric!r}{suggest(metric, metrics)}")
     return metric, metrics[metric]
 
 

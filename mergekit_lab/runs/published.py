@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import ListConfig, OmegaConf
 
 from mergekit_lab.backbones import OpenClip
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.reporting import Beside, Record, set_beside
 from mergekit_lab.reporting.published import Protocol, read_protocols
 from mergekit_lab.runs.analyses import Analysis, TaskVectors
@@ -56,7 +56,7 @@ def read_protocol(run: Run, name: str) -> Protocol:
 def _list_tables() -> dict[str, list[str]]:
     """The tables that each shipped experiment sets beside its results."""
     tables = {}
-    for file in (conf_dir() / "experiment").glob("*.yaml"):
+    for file in (find_conf_dir() / "experiment").glob("*.yaml"):
         content: Any = OmegaConf.load(file)
         tables[file.stem] = list(content.get("published") or ())
     return tables

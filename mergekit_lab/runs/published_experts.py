@@ -24,7 +24,7 @@ from mergekit_lab.checkpoints import (
     parse_hub_id,
     write_tensors,
 )
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.tasks import HubImages, Task
 from mergekit_lab.tasks.labels import simplify
 
@@ -41,7 +41,7 @@ def find_expert(experts: str | Mapping[str, str], backbone: Any, task: Task) -> 
     """
     if isinstance(experts, Mapping):
         if task.name not in experts:
-            raise InputError(f"experts names {listing(experts)}, and none for the task {task.name!r}")
+            raise InputError(f"experts names {join_names(experts)}, but none for the task {task.name!r}")
         return experts[task.name]
     if experts.startswith(HUB):
         expert = getattr(task, "expert", None)
@@ -50,10 +50,10 @@ def find_expert(experts: str | Mapping[str, str], backbone: Any, task: Task) -> 
                 f"no expert of {task.name!r} is known on the hub for this backbone: give "
                 f"experts={{{task.name}: SOURCE, …}}"
             )
-        return f"{experts.removeprefix(HUB)}/{backbone.hub_name()}_{expert}"
+        return f"{experts.removeprefix(HUB)}/{backbone.name_on_hub()}_{expert}"
     folder = Path(experts).expanduser()
     if not folder.is_dir():
-        raise InputError(f"experts={experts}: there is no such folder; the hub's are hub:ORG")
+        raise InputError(f"experts={experts}: there is no such folder; for the hub's, write hub:ORG")
     names = [task.name, *([task.expert] if isinstance(task, HubImages) and task.expert else [])]
     inside = locate_experts(folder, backbone)
     plain = folder / inside.relative_to(folder).name.removesuffix("-quickgelu")
@@ -88,7 +88,9 @@ def parse_expert_id(source: str) -> tuple[str, str | None] | None:
         return None
     named = parse_hub_id(source)
     if named is None:
-        raise InputError(f"the expert {source} is neither there nor a hub id (org/name, org/name@revision)")
+        raise InputError(
+            f"the expert {source} is neither a path that exists nor a hub id (org/name, org/name@revision)"
+        )
     return named
 
 
@@ -126,7 +128,7 @@ def import_expert(
         if lacking := base.keys() - aligned.keys():
             raise InputError(
                 f"the expert of {task}, {source}, lacks {len(lacking)} tensors of the base "
-                f"({listing(lacking, 3)}): was it saved from another model?"
+                f"({join_names(lacking, 3)}): was it saved from another model?"
             )
         tensors = {name: aligned[name] for name in base}
     write_tensors(out / "model.safetensors", tensors)

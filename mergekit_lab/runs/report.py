@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.reporting import Record, print_table, write_report
 from mergekit_lab.reporting.html import say_cache
 from mergekit_lab.reporting.summary import say_count
@@ -42,7 +42,7 @@ def stage_report(run: Run) -> None:
         title += f"{say_count(len(run.mergers), 'way')} to merge {say_count(len(run.experts), 'expert')}"
     readers = [label for label in run.mergers if reads_test_inputs(run.mergers[label])]
     if readers:
-        title += f"; {listing(readers)} read test inputs, without their labels"
+        title += f"; {join_names(readers)} read test inputs, without their labels"
     if not run.cfg.joint and not run.cfg.experts and not run.models:
         title += "; joint=true adds a model trained on all tasks at once"
     if run.backbone.note:

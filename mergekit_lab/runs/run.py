@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from mergekit_lab.backbones import Backbone, LanguageModel, Objective, Parametrization
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.compiled import compile_model
-from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.errors import InputError, suggest
 from mergekit_lab.merging import resolve_device
 from mergekit_lab.merging.devices import parse_devices
-from mergekit_lab.paths import default_store
+from mergekit_lab.paths import find_default_store
 from mergekit_lab.reporting import Product, Timing, Tracker
 from mergekit_lab.runs.checks import check_mergers, check_scoring, check_shares, check_task_names
 from mergekit_lab.runs.given_up import give_up, read_reason
@@ -82,7 +82,7 @@ class Run:
         self.trainer = TrainerSettings(**plain["trainer"])
         self.devices = [str(resolve_device(each)) for each in parse_devices(plain["device"], SPREAD)]
         self.device = resolve_device(self.devices[0])
-        self.store = Store(Path(cfg.store.root).expanduser() if cfg.store.root else default_store())
+        self.store = Store(Path(cfg.store.root).expanduser() if cfg.store.root else find_default_store())
         self._shared: dict[str, Any] = {} if shared is None else shared
         self.backbone: Backbone = self._build(cfg.backbone, Backbone)
         self.parametrization = build(cfg.finetuning, Parametrization)
@@ -105,7 +105,7 @@ class Run:
         units = [*dict.fromkeys([*self.experts, *self.tasks]), *self.mergers, "+joint"]
         for name in self.only or ():
             if name not in units:
-                raise InputError(f"only names {name!r}{suggestion(name, units)}")
+                raise InputError(f"only names {name!r}{suggest(name, units)}")
         self.tracker = build(cfg.logger, Tracker)
         self.timings: dict[str, Timing] = {}
         self.made: set[str] = set()
@@ -190,12 +190,12 @@ class Run:
 
     def describe_backbone(self, backbone: Backbone) -> dict[str, Any]:
         """What decides the weights of a backbone of the run's class, and what it does with them."""
-        return {**backbone.identity(), **code_content(self.plain["backbone"])}
+        return {**backbone.identify(), **code_content(self.plain["backbone"])}
 
     @cached_property
     def base_state(self) -> dict[str, Tensor]:
         """`θ0`, on the CPU."""
-        return {n: t.detach().cpu().clone() for n, t in self.backbone.model().state_dict().items()}
+        return {n: t.detach().cpu().clone() for n, t in self.backbone.make_model().state_dict().items()}
 
     @cached_property
     def model(self) -> nn.Module:
@@ -203,11 +203,11 @@ class Run:
 
         It computes what experts compute: of linearized experts, the expansion around the backbone's weights.
         """
-        return self.parametrization.make_evaluable(self.backbone.model()).to(self.device)
+        return self.parametrization.make_evaluable(self.backbone.make_model()).to(self.device)
 
     def model_to_score(self, task: str) -> nn.Module:
         """The run's model, as scores on a task are computed: compiled, if that is asked for and can be."""
-        objective = self.objective(task)
+        objective = self.make_objective(task)
         if not self.cfg.evaluation_compile or not objective.replays_forward:
             return self.model
         if self._compiled is None:
@@ -220,10 +220,10 @@ class Run:
             self._compiled = compile_model(self.model, use, "evaluation_compile")
         return self._compiled
 
-    def objective(self, task: str) -> Objective:
+    def make_objective(self, task: str) -> Objective:
         """How the backbone learns a task and is scored on it; on the run's device."""
         if task not in self._objectives:
-            self._objectives[task] = self.backbone.objective(self.tasks[task])
+            self._objectives[task] = self.backbone.make_objective(self.tasks[task])
         return self._objectives[task].to(self.device)
 
     def data_content(self, tasks: Sequence[str]) -> dict[str, str]:
@@ -232,7 +232,7 @@ class Run:
 
     def scoring_content(self, task: str) -> dict[str, Any]:
         """What decides a score besides model and data, if there are several ways."""
-        how = self.backbone.scoring(self.tasks[task])
+        how = self.backbone.describe_scoring(self.tasks[task])
         return {"scoring": how} if how else {}
 
     def find(self, node: Node) -> Artifact | None:

@@ -171,7 +171,7 @@ def _score_model(run: Run) -> Score:
     return lambda task, share: (
         score(
             run.model_to_score(task),
-            run.objective(task),
+            run.make_objective(task),
             "validation",
             index=_take_first(run.tasks[task].count("validation"), share),
             batch_size=run.cfg.evaluation_batch_size,

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.errors import InputError, join_names, suggest
 
 _WEIGHTS = ("source", "weights")
 """Keys by which backbones call their pretrained weights."""
@@ -74,7 +74,7 @@ def find_weights_key(backbone: Any) -> str:
     """
     key = next((name for name in _WEIGHTS if name in backbone), None)
     if key is None:
-        raise InputError("base or models is set, and this backbone takes no weights: choose backbone=hf_causal")
+        raise InputError("base or models is set, but this backbone takes no weights: choose backbone=hf_causal")
     return key
 
 
@@ -93,7 +93,7 @@ def _list_harness_tasks(suite: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         of_tasks = value if isinstance(value, Mapping) else dict.fromkeys(names, value)
         for name, own in of_tasks.items():
             if name not in nodes:
-                raise InputError(f"suite.{key} names {name!r}, which is no task{suggestion(name, names)}")
+                raise InputError(f"suite.{key} names {name!r}, which is not a task{suggest(name, names)}")
             nodes[name][key] = own
     return nodes
 
@@ -112,12 +112,12 @@ def _name_checkpoints(sources: Any, key: str, tasks: Mapping[str, Any]) -> dict[
         return name_sources(read, key)
     if isinstance(read, Mapping):
         if odd := [name for name in read if name not in learned]:
-            raise InputError(f"experts names {odd[0]!r}, which is no task{suggestion(odd[0], learned)}")
+            raise InputError(f"experts names {odd[0]!r}, which is not a task{suggest(odd[0], learned)}")
         return dict(read)
     if len(read) != len(learned):
         raise InputError(
-            f"{len(read)} experts were given for {len(learned)} tasks ({listing(learned)}): one each, in this "
-            "order; suite=NAME or texts=[FILE,…] says which tasks"
+            f"{len(read)} experts were given for {len(learned)} tasks ({join_names(learned)}): one each, in "
+            "this order; suite=NAME or texts=[FILE,…] says which tasks"
         )
     return dict(zip(learned, read, strict=True))
 
@@ -149,5 +149,5 @@ def _add_choices(text: Mapping[str, Any]) -> dict[str, Any]:
     fields = {str(name): value for name, value in text.items() if name != "_target_"}
     if fields.get("choices") is None:
         task = TextFile(**fields)
-        fields["choices"] = sorted({answer for part in PARTS for answer in task.samples(part).answers})
+        fields["choices"] = sorted({answer for part in PARTS for answer in task.load_samples(part).answers})
     return {"_target_": text["_target_"]} | fields

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from mergekit_lab.errors import InputError, say_bytes
-from mergekit_lab.paths import default_store
+from mergekit_lab.paths import find_default_store
 from mergekit_lab.reporting import printable
 from mergekit_lab.schema.check import build, check_group
 from mergekit_lab.schema.store import StoreSettings
@@ -48,7 +48,7 @@ def run_store(cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None
     plain: Any = OmegaConf.to_container(cfg.store, resolve=True)
     check_group(plain, StoreSettings, ("store",))
     settings = StoreSettings(**plain)
-    store = Store(Path(settings.root).expanduser() if settings.root else default_store())
+    store = Store(Path(settings.root).expanduser() if settings.root else find_default_store())
     if cfg.dry_run and settings.action in ("export", "import"):
         log.info("dry_run: store.action=%s does nothing with %s", settings.action, _read_path(settings))
     elif settings.action == "list":
@@ -189,7 +189,7 @@ def _export(store: Store, settings: StoreSettings, cfg: DictConfig) -> None:
     chosen = _select(store, settings) if settings.key else []
     if len(chosen) != 1:
         raise InputError(
-            f"store.key={settings.key} names {len(chosen)} artifacts: one is exported, see store.action=list"
+            f"store.key={settings.key} fits {len(chosen)} artifacts, but one is needed: see store.action=list"
         )
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise InputError(f"{out} is not an empty folder: export into a new one")
@@ -228,7 +228,7 @@ def _list_companions(cfg: DictConfig, artifact: Artifact, folder: Path) -> list[
 
     backbone = build(cfg.backbone, Backbone)
     try:
-        if backbone.identity().items() <= made_of.items():
+        if backbone.identify().items() <= made_of.items():
             return backbone.write_companions(folder)
     except InputError as error:
         log.warning("%s", error)

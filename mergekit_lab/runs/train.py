@@ -100,13 +100,13 @@ class Training:
 
         run = self.run
         prefix = self.tasks[0] if len(self.tasks) == 1 else "joint"
-        pretrained = run.backbone.model()
+        pretrained = run.backbone.make_model()
         dtypes = {name: tensor.dtype for name, tensor in pretrained.state_dict().items()}
         model = run.parametrization.make_trainable(pretrained, run.seed)
         cost = TrainingCost()
         done = finetune(
             model,
-            {task: run.objective(task) for task in self.tasks},
+            {task: run.make_objective(task) for task in self.tasks},
             make_optimizer_factory(self.optimizer, settings.steps, self.fit),
             settings,
             seed=run.seed,
@@ -120,7 +120,7 @@ class Training:
         )
         if done is None:
             return {}
-        model = run.parametrization.make_trainable(run.backbone.model(), run.seed)
+        model = run.parametrization.make_trainable(run.backbone.make_model(), run.seed)
         model.load_state_dict(done.state)
         state = {n: t.to(dtypes[n]) for n, t in run.parametrization.fold(model).items()}
         write_tensors(workspace.out / MODEL, state)

@@ -22,7 +22,7 @@ from hydra.utils import get_class, get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mergekit_lab.errors import InputError, abbreviate, listing, suggestion
+from mergekit_lab.errors import InputError, abbreviate, join_names, suggest
 from mergekit_lab.ranges import require
 from mergekit_lab.schema.target import Target
 from mergekit_lab.schema.values import check_value, find_inner_type, list_options
@@ -43,7 +43,7 @@ def build(node: Any, kind: Callable[..., T]) -> T:
     """
     made = _instantiate(node, kind)
     if isinstance(made, partial):
-        raise InputError(f"{node['_target_']} says `_partial_`: leave that out")
+        raise InputError(f"remove `_partial_` from the configuration of {node['_target_']}")
     return made
 
 
@@ -51,7 +51,7 @@ def build_partial(node: Any, kind: Callable[..., T]) -> partial[T]:
     """The same for a node that says `_partial_: true`: a call of the result makes a `kind`."""
     made = _instantiate(node, kind)
     if not isinstance(made, partial):
-        raise InputError(f"the configuration of {node['_target_']} must say `_partial_: true`")
+        raise InputError(f"the configuration of {node['_target_']} needs `_partial_: true`")
     return made
 
 
@@ -219,9 +219,7 @@ def _refuse_unknown(node: Mapping[str, Any], known: Iterable[str], path: tuple[s
     for name in node:
         if name not in known:
             key = ".".join((*path, str(name)))
-            raise InputError(
-                f"unknown key {key!r} ({_find_origin(key, str(name))}){suggestion(str(name), known)}"
-            )
+            raise InputError(f"unknown key {key!r} ({_find_origin(key, str(name))}){suggest(str(name), known)}")
 
 
 def _find_origin(key: str, name: str) -> str:
@@ -269,7 +267,7 @@ def check_stages(cfg: DictConfig, known: Iterable[str]) -> list[str]:
     known, wanted = list(known), list_stages(cfg)
     for name in wanted:
         if name not in known:
-            raise InputError(f"there is no stage {name!r}{suggestion(str(name), known)}")
+            raise InputError(f"there is no stage {name!r}{suggest(str(name), known)}")
     if not wanted:
-        raise InputError(f"stage is empty; known: {listing(known)}")
+        raise InputError(f"stage is empty; known: {join_names(known)}")
     return wanted

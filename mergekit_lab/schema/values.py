@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
-from mergekit_lab.errors import InputError, abbreviate, suggestion
+from mergekit_lab.errors import InputError, abbreviate, suggest
 from mergekit_lab.ranges import FLOAT32_MAX
 from mergekit_lab.schema.target import Target
 
@@ -104,7 +104,7 @@ def _describe_rule(error: ValidationError, hint: Any, value: Any) -> str:
             return f"; it must be {rule.format(**each.get('ctx', {}))}{null}"
     choices = [c for option in list_options(hint) if get_origin(option) is Literal for c in get_args(option)]
     if choices and isinstance(value, str):
-        return suggestion(value, map(str, choices))
+        return suggest(value, map(str, choices))
     return f"; it must be {_describe(hint)}"
 
 

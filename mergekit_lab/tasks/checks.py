@@ -10,7 +10,7 @@ from itertools import combinations
 
 import numpy as np
 
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.tasks.decoding import decode, map_chunks
 from mergekit_lab.tasks.images import HubImages
 from mergekit_lab.tasks.sources import Rows
@@ -74,7 +74,7 @@ class DataCheck:
             if check.corrupt_count:
                 faults.append(f"{self.task}: {check.corrupt_count} images of {part} cannot be decoded")
         if self.misplaced:
-            names = listing(self.misplaced)
+            names = join_names(self.misplaced)
             faults.append(f"{self.task}: names of classes have other classes' numbers ({names})")
         return faults
 
@@ -90,7 +90,7 @@ def check_task(task: ImageTask) -> DataCheck:
 
 
 def _check_tensors(task: ImageTask) -> DataCheck:
-    every: dict[str, ImageSamples] = {part: task.samples(part) for part in PARTS}
+    every: dict[str, ImageSamples] = {part: task.load_samples(part) for part in PARTS}
     digests = {part: digest_images(samples.images[:]) for part, samples in every.items()}
     checks = {part: _count(samples.labels.numpy(), None) for part, samples in every.items()}
     return DataCheck(task.name, len(task.classes), checks, _count_shared(digests))
@@ -100,7 +100,7 @@ def _check_files(task: HubImages) -> DataCheck:
     digests: dict[str, list[bytes]] = {}
     names: dict[str, dict[bytes, str]] = {}
     checks: dict[str, PartCheck] = {}
-    labeled = {part: task.labels(part) for part in PARTS}
+    labeled = {part: task.list_labels(part) for part in PARTS}
     pixels = {part: _digest_pixels(rows) for part, rows in task.rows.items()}
     for part, (labels, where, chosen) in labeled.items():
         rows = task.rows[where]

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NoReturn
 from annotated_types import Ge, Gt
 
 from mergekit_lab.checkpoints import hash_file
-from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.errors import InputError, join_names, suggest
 
 from .task import Part, Task
 
@@ -97,14 +97,14 @@ class HarnessTask(Task):
         if entry is None:
             raise InputError(
                 f"lm-evaluation-harness {_find_version()} has no task {self.name!r}"
-                f"{suggestion(self.name, manager.all_tasks)}; suite.include_path names a folder with more"
+                f"{suggest(self.name, manager.all_tasks)}; suite.include_path names a folder with more"
             )
         is_group = self.name in manager.all_groups
         if self.name in manager.all_tags or (is_group and not (entry.cfg or {}).get("aggregate_metric_list")):
             members = sorted(entry.tags) or [str(each) for each in (entry.cfg or {}).get("task", ())]
             raise InputError(
                 f"{self.name!r} is a group of lm-evaluation-harness's tasks without a score: name its tasks "
-                f"({listing(members, 10)})"
+                f"({join_names(members, 10)})"
             )
         return manager
 
@@ -125,7 +125,7 @@ def _index_tasks(include_path: str | None, defaults: bool) -> Any:
     logging.getLogger(_PACKAGE).setLevel(logging.ERROR)
     folder = Path(include_path).expanduser() if include_path else None
     if folder and not folder.is_dir():
-        raise InputError(f"suite.include_path={include_path} is no folder")
+        raise InputError(f"suite.include_path={include_path} is not a folder")
     return TaskManager(include_path=folder, include_defaults=defaults)
 
 

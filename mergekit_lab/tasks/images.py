@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.tasks.decoding import (
     FORM,
     Index,
@@ -238,7 +238,7 @@ class HubImages(ImageTask):
         """How many of `total` training images become validation, if the source has no such part."""
         return min(int(self.validation_share * total), self.validation_most)
 
-    def labels(self, part: Part) -> tuple[np.ndarray, str, np.ndarray]:
+    def list_labels(self, part: Part) -> tuple[np.ndarray, str, np.ndarray]:
         """A part's labels, the source's part it is taken from, and its rows there.
 
         Raises:
@@ -293,10 +293,10 @@ class HubImages(ImageTask):
     def _digest(self) -> str:
         return self.digest()
 
-    def samples(self, part: Part) -> ImageSamples:
+    def load_samples(self, part: Part) -> ImageSamples:
         """The part, made once for this task. An equal task reads the files again."""
         if part not in PARTS:
-            return super().samples(part)
+            return super().load_samples(part)
         if part not in self._samples:
             self._samples[part] = self.make(part)
         return self._samples[part]
@@ -306,14 +306,14 @@ class HubImages(ImageTask):
         return {}
 
     def count(self, part: Part) -> int:
-        return len(self.labels(part)[0])
+        return len(self.list_labels(part)[0])
 
     def _digest_part(self, part: Part) -> str:
         where, chosen = self._choose_rows(part)
         index = self._indices[where]
         unreadable = (index.sizes[chosen] == 0).any(1).nonzero()[0]
         if len(unreadable):
-            names = listing([self.rows[where].name(int(chosen[at])) for at in unreadable], 3)
+            names = join_names([self.rows[where].name(int(chosen[at])) for at in unreadable], 3)
             raise InputError(f"{self.name}: no images ({names}): stage=check_data lists all that are corrupt")
         digest = hashlib.sha256(repr((part, len(chosen))).encode())
         digest.update(np.ascontiguousarray(index.digests[chosen]).tobytes())
@@ -326,7 +326,7 @@ class HubImages(ImageTask):
         Raises:
             InputError: an image, which the message names, cannot be decoded; a label exceeds the class names.
         """
-        labels, where, chosen = self.labels(part)
+        labels, where, chosen = self.list_labels(part)
         rows, index = self.rows[where], self._indices[where]
         side = None if part == "train" else SIDE
         sizes = shrink_sizes(index, chosen) if side is None else np.full((len(chosen), 2), side)
@@ -358,9 +358,7 @@ def _read_lines(kind: str, name: str, task: str) -> tuple[str, ...]:
     file = own if own.is_file() else _ASSETS / kind / f"{name}.txt"
     if not file.is_file():
         known = [path.stem for path in (_ASSETS / kind).glob("*.txt")]
-        raise InputError(
-            f"task {task!r}: there are no {kind} {name!r}, and no such file{suggestion(name, known)}"
-        )
+        raise InputError(f"task {task!r}: there are no {kind} {name!r}, and no such file{suggest(name, known)}")
     lines = file.read_text(encoding="utf-8").splitlines()
     kept = tuple(line for line in lines if line and not line.startswith("#"))
     if not kept:

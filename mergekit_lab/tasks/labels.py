@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.tasks.sources import Rows
 
 
@@ -61,7 +61,7 @@ class Labeling:
         if (counted or named) and fits and len(known) == len(self._classes):
             return np.array([order.index(name) for name in names], dtype=np.int64)
         if named:
-            other = listing(name for name in known if self.find_class(name) is None)
+            other = join_names(name for name in known if self.find_class(name) is None)
             raise InputError(
                 f"task {self._task!r}: the source names {len(known)} classes, and not all of them are "
                 f"among the {len(self._classes)} class names ({other}): rename them, or set class_names to "

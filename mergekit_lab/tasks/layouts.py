@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.tasks.sources import (
     FER2013_USAGE,
     Fer2013Rows,
@@ -64,7 +64,7 @@ def open_rows(folder: Path, parts: Sequence[str], subset: str | None, image: str
     for part in parts:
         listed = find_part_files(names, part, subset)
         if missing := find_missing_shards(listed):
-            raise InputError(f"{folder} lacks {listing(missing)}: was the copy cut short?")
+            raise InputError(f"{folder} lacks {join_names(missing)}: was the copy cut short?")
         files = [folder / file for file in listed]
         refuse_no_files(files)
         if files and files[0].suffix == ".parquet":

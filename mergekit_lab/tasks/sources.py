@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 
 IMAGE_FILES = {".jpg", ".jpeg", ".png", ".webp", ".ppm", ".bmp", ".gif", ".tif", ".tiff"}
 _CHUNK = 64
@@ -84,7 +84,8 @@ class ParquetRows(Rows):
             self._image = _find_image_column(file, opened.schema_arrow, image)
             if label not in opened.schema_arrow.names:
                 raise InputError(
-                    f"{file} has no column {label!r} of labels; columns: {listing(opened.schema_arrow.names)}"
+                    f"{file} has no column {label!r} of labels; columns: "
+                    f"{join_names(opened.schema_arrow.names)}"
                 )
             self.label_names = _label_names(opened.schema_arrow, label)
             first = len(labels)
@@ -159,7 +160,7 @@ def _find_image_column(file: Path, schema: Any, wanted: str) -> str:
     if len(candidates) != 1:
         raise InputError(
             f"{file} has no column {wanted!r} of images, and {len(candidates)} columns that could be; columns: "
-            f"{listing(schema.names)}"
+            f"{join_names(schema.names)}"
         )
     return str(candidates[0])
 
@@ -213,7 +214,7 @@ def _refuse_unreadable(error: OSError) -> None:
 def refuse_no_files(files: Sequence[Path]) -> None:
     """A broken link, a loop of links, a folder or a pipe by the name of a file."""
     if odd := [str(file) for file in files if not file.is_file()]:
-        raise InputError(f"no files that can be read: {listing(odd, 3)}; remove them, or mend the links")
+        raise InputError(f"no files that can be read: {join_names(odd, 3)}; remove them, or mend the links")
 
 
 class FolderRows(Rows):
@@ -330,11 +331,11 @@ class Fer2013Rows(Rows):
             line = table.line_num if table else 0
             raise InputError(f"{file} cannot be read beyond line {line} ({error})") from None
         if lacking := {"emotion", "pixels", "Usage"} - set(columns):
-            raise InputError(f"{file} has no column {listing(lacking)}; columns: {listing(columns)}")
+            raise InputError(f"{file} has no column {join_names(lacking)}; columns: {join_names(columns)}")
         known = set().union(*FER2013_USAGE.values())
         for line, row in every:
             if row["Usage"] not in known:
-                raise InputError(f"{file}, line {line}: the usage is {row['Usage']!r}, not {listing(known)}")
+                raise InputError(f"{file}, line {line}: the usage is {row['Usage']!r}, not {join_names(known)}")
         rows = [(line, row) for line, row in every if row["Usage"] in wanted]
         numbers = [
             _read_number(row["emotion"] or "", f"{file}, line {line}: the emotion") for line, row in rows

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.errors import InputError, suggest
 from mergekit_lab.tasks.decoding import Packed, Pictures
 
 Part = Literal["train", "validation", "test"]
@@ -86,18 +86,18 @@ class Task(ABC):
     def check(self, part: Part, samples: Any) -> None:
         """Raise `InputError` if a part does not fit the task."""
 
-    def samples(self, part: Part) -> Any:
+    def load_samples(self, part: Part) -> Any:
         """The part `train`, `validation` or `test`, built once per process.
 
         Raises `InputError` for any other part.
         """
         if part not in PARTS:
-            raise InputError(f"task {self.name!r} has no part {part!r}{suggestion(str(part), PARTS)}")
+            raise InputError(f"task {self.name!r} has no part {part!r}{suggest(str(part), PARTS)}")
         return _make(self, part)
 
     def count(self, part: Part) -> int:
         """The number of samples in a part."""
-        return len(self.samples(part))
+        return len(self.load_samples(part))
 
     def fingerprint(self) -> str:
         """SHA-256 of all that a model is trained and scored with (64 hex digits)."""
@@ -121,8 +121,8 @@ class ImageTask(Task):
     def make(self, part: Part) -> ImageSamples:
         """Build one part only from the fields: the same fields give the same bytes."""
 
-    def samples(self, part: Part) -> ImageSamples:
-        samples: ImageSamples = super().samples(part)
+    def load_samples(self, part: Part) -> ImageSamples:
+        samples: ImageSamples = super().load_samples(part)
         return samples
 
     def check(self, part: Part, samples: ImageSamples) -> None:
@@ -141,7 +141,7 @@ class ImageTask(Task):
         """
         digest = hashlib.sha256(repr((self.name, self.classes, self.templates)).encode())
         for part in PARTS:
-            samples = self.samples(part)
+            samples = self.load_samples(part)
             digest.update(repr((part, tuple(samples.images.shape))).encode())
             digest.update(samples.images[:].contiguous().numpy().data)
             digest.update(samples.labels.contiguous().numpy().data)
@@ -170,6 +170,6 @@ def digest_images(images: Tensor) -> list[bytes]:
 
 def count_shared_images(task: ImageTask) -> dict[tuple[Part, Part], int]:
     """How many images two parts share, for the three pairs of parts. All zero means no leak."""
-    seen = {part: set(digest_images(task.samples(part).images[:])) for part in PARTS}
+    seen = {part: set(digest_images(task.load_samples(part).images[:])) for part in PARTS}
     pairs: list[tuple[Part, Part]] = [("train", "validation"), ("train", "test"), ("validation", "test")]
     return {(a, b): len(seen[a] & seen[b]) for a, b in pairs}

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from mergekit_lab.checkpoints import explain_unreachable
-from mergekit_lab.errors import InputError, listing, suggestion
-from mergekit_lab.paths import default_store
+from mergekit_lab.errors import InputError, join_names, suggest
+from mergekit_lab.paths import find_default_store
 from mergekit_lab.ranges import require_choice, require_whole
 
 from .metrics import METRICS
@@ -91,8 +91,8 @@ class TextTask(Task):
     def make(self, part: Part) -> TextSamples:
         """Build one part only from the fields: the same fields give the same text."""
 
-    def samples(self, part: Part) -> TextSamples:
-        samples: TextSamples = super().samples(part)
+    def load_samples(self, part: Part) -> TextSamples:
+        samples: TextSamples = super().load_samples(part)
         return samples
 
     def check(self, part: Part, samples: TextSamples) -> None:
@@ -101,8 +101,8 @@ class TextTask(Task):
             odd = set(samples.answers) - set(self.choices)
             if odd:
                 raise InputError(
-                    f"task {self.name!r}: {part} has answers that are no choice ({listing(sorted(odd))}); "
-                    f"choices are {listing(self.choices)}"
+                    f"task {self.name!r}: {part} has answers that are not among the choices "
+                    f"({join_names(sorted(odd))}); choices are {join_names(self.choices)}"
                 )
         if not all(samples.answers):
             raise InputError(f"task {self.name!r}: {part} has an empty answer, which teaches nothing")
@@ -111,14 +111,14 @@ class TextTask(Task):
         """Hash of name, choices and the text of all three parts. Warns of prompts that two parts share."""
         digest = hashlib.sha256(repr((self.name, self.choices)).encode())
         for part in PARTS:
-            samples = self.samples(part)
+            samples = self.load_samples(part)
             digest.update(repr((part, samples.prompts, samples.answers)).encode("utf-8", "surrogatepass"))
         self._tell_of_shared_prompts()
         return digest.hexdigest()
 
     def _tell_of_shared_prompts(self) -> None:
         """A score on samples that were trained on, or chosen by, says little."""
-        prompts = {part: self.samples(part).prompts for part in PARTS}
+        prompts = {part: self.load_samples(part).prompts for part in PARTS}
         for one, other in combinations(PARTS, 2):
             known = set(prompts[one])
             shared = sum(prompt in known for prompt in prompts[other])
@@ -160,7 +160,7 @@ class TextFile(TextTask):
         for name in ("parts", "sizes"):
             for part in getattr(self, name) or ():
                 if part not in PARTS:
-                    raise InputError(f"task {self.name!r}: {name} names {part!r}{suggestion(part, PARTS)}")
+                    raise InputError(f"task {self.name!r}: {name} names {part!r}{suggest(part, PARTS)}")
         if self.labels is not None:  # YAML reads an unquoted 0 as a number
             object.__setattr__(self, "labels", {str(value): word for value, word in self.labels.items()})
         if not self.source:
@@ -170,8 +170,8 @@ class TextFile(TextTask):
                 list(Formatter().parse(getattr(self, name)))
             except ValueError as error:
                 raise InputError(
-                    f"task {self.name!r}: {name} is {getattr(self, name)!r}, which is no template ({error}): "
-                    "put columns in braces, and double a brace of the text itself"
+                    f"task {self.name!r}: {name} is {getattr(self, name)!r}, which is not a template "
+                    f"({error}): put columns in braces, and double a brace of the text itself"
                 ) from None
 
     def make(self, part: Part) -> TextSamples:
@@ -185,7 +185,7 @@ class TextFile(TextTask):
             return value
         if value not in self.labels:
             raise InputError(
-                f"task {self.name!r}: labels has no word for {value!r}; it has {listing(self.labels)}"
+                f"task {self.name!r}: labels has no word for {value!r}; it has {join_names(self.labels)}"
             )
         return self.labels[value]
 
@@ -206,8 +206,8 @@ class TextFile(TextTask):
             wanted = sizes.get(other)
             if wanted is None and other != part and other != "train":
                 raise InputError(
-                    f"task {self.name!r}: {other} and {part} are read from {source_part[part]!r}, so "
-                    f"sizes.{other} must say how many rows are whose"
+                    f"task {self.name!r}: {other} and {part} are both cut from {source_part[part]!r}: "
+                    f"set sizes.{other}, its number of rows"
                 )
             chosen = order[taken:] if wanted is None else order[taken : taken + wanted]
             if other == part:
@@ -226,7 +226,7 @@ def fill_template(template: str, row: Mapping[str, Any], task: str) -> str:
     missing = [name for name in names if name not in row]
     if missing:
         raise InputError(
-            f"task {task!r}: the template {template!r} names {missing[0]!r}{suggestion(missing[0], row)}"
+            f"task {task!r}: the template {template!r} names {missing[0]!r}{suggest(missing[0], row)}"
         )
     for name in names:
         if row[name] is None:
@@ -245,7 +245,7 @@ def fill_template(template: str, row: Mapping[str, Any], task: str) -> str:
 def find_data_folder(source: str) -> Path:
     """A folder of data: an absolute path, or one under `$MERGEKIT_LAB_DATA`, by default `data` in the store."""
     named = os.environ.get("MERGEKIT_LAB_DATA")
-    return (Path(named) if named else default_store() / "data") / Path(source).expanduser()
+    return (Path(named) if named else find_default_store() / "data") / Path(source).expanduser()
 
 
 @cache
@@ -273,7 +273,8 @@ def read_rows(source: str, part: str, task: str) -> list[Mapping[str, Any]]:
     odd = next((position for position, row in enumerate(rows) if not isinstance(row, Mapping)), None)
     if odd is not None:
         raise InputError(
-            f"task {task!r}: {table} is no list of rows with columns: row {odd + 1} is {str(rows[odd])[:40]!r}"
+            f"task {task!r}: {table} is not a list of rows with columns: "
+            f"row {odd + 1} is {str(rows[odd])[:40]!r}"
         )
     return rows
 

@@ -144,7 +144,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _read_rows(task: WordProblems, part: str) -> list[dict[str, str]]:
-    samples = task.samples(part)  # type: ignore[arg-type]
+    samples = task.load_samples(part)  # type: ignore[arg-type]
     return [{"prompt": p, "answer": a} for p, a in zip(samples.prompts, samples.answers, strict=True)]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mergekit_lab.backbones import Objective
 from mergekit_lab.batches import Batch, list_tensors, pin_memory, to_device
-from mergekit_lab.errors import InputError, listing
+from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.prefetch import prefetch
 from mergekit_lab.tasks import Part
 
@@ -72,7 +72,7 @@ class StepBatches:
         empty = [name for name, size in self._sizes.items() if not size]
         if empty:
             raise InputError(
-                f"the training part of ({listing(empty)}) holds no sample: there is nothing to learn"
+                f"the training part of ({join_names(empty)}) holds no sample: there is nothing to learn"
             )
         if self.share < world:
             raise InputError(
@@ -134,12 +134,12 @@ class StepBatches:
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Nothing to restore."""
 
-    def batch(self, step: int) -> dict[str, Batch]:
+    def make_batch(self, step: int) -> dict[str, Batch]:
         """The batch of one step, by task, on the CPU."""
         return self._make((step, self.choose(step)))[1]
 
     def _read(self, index: Mapping[str, Tensor]) -> dict[str, Batch]:
-        batch = {task: self.objectives[task].training_batch(at) for task, at in index.items()}
+        batch = {task: self.objectives[task].make_training_batch(at) for task, at in index.items()}
         if not self.few_shapes:
             return batch
         return {task: self.objectives[task].fix_shape(part) for task, part in batch.items()}
@@ -165,7 +165,7 @@ class StepBatches:
             mixed = (self.seed * 1_000_003 + task) * 1_000_003 + turn
             generator = torch.Generator().manual_seed(mixed % (1 << 63))
             order = torch.randperm(self._sizes[name], generator=generator)
-            lengths = self.objectives[name].lengths("train")
+            lengths = self.objectives[name].measure_lengths("train")
             order = order if lengths is None else order_by_length(order, lengths, self.share, generator)
             self._order[task, turn] = order.numpy()
         return self._order[task, turn]

@@ -99,7 +99,7 @@ class FinetuneModule(RecordedModule):
         self._host_settings: HostSettings | None = None
         self._predicted: dict[str, tuple[list[list[Any] | Tensor], list[Tensor]]] = {}
 
-    def objective(self, task: str) -> Objective:
+    def find_objective(self, task: str) -> Objective:
         """The objective of a task, by its name."""
         objective: Objective = self._objectives[self.tasks.index(task)]  # type: ignore[assignment]
         return objective
@@ -119,13 +119,12 @@ class FinetuneModule(RecordedModule):
         if self.trainer.accumulate_grad_batches > 1:
             raise InputError(
                 "Lightning's accumulate_grad_batches would hide all but the last micro-batch from optimizers "
-                "that evaluate twice: set training.accumulate, which cuts the batch of every evaluation"
+                "that evaluate twice: set training.accumulate instead"
             )
         if self.trainer.gradient_clip_val is not None:
             raise InputError(
-                f"Trainer(gradient_clip_val={self.trainer.gradient_clip_val}) has no effect here, because only "
-                "the gradient that the base uses is clipped: leave it out, "
-                "and set training.clip_norm (FinetuneModule(clip_norm=…))"
+                f"Trainer(gradient_clip_val={self.trainer.gradient_clip_val}) has no effect here: set "
+                "training.clip_norm (FinetuneModule(clip_norm=…)) instead"
             )
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         optimizer = self.make_optimizer(named)
@@ -178,8 +177,8 @@ class FinetuneModule(RecordedModule):
                 if "without overflow" not in str(error):
                     raise
                 raise InputError(
-                    f"the optimizer of {', '.join(self.tasks)} has a setting whose products leave float32 "
-                    f"({error}): lower its learning rate, decay or the like"
+                    f"the optimizer of {', '.join(self.tasks)} has settings that overflow float32 "
+                    f"({error}): lower its learning rate or weight decay"
                 ) from error
         elif optimizer_closure is not None:
             optimizer_closure()
@@ -228,7 +227,7 @@ class FinetuneModule(RecordedModule):
 
     def _count_items(self, batch: Batches) -> int | Tensor:
         """What losses are divided by: the mean over processes, for gradients will be averaged over them."""
-        total = sum(self.objective(task).count_items(part) for task, part in batch.items())
+        total = sum(self.find_objective(task).count_items(part) for task, part in batch.items())
         if self.trainer.world_size == 1:
             return total
         shared = torch.as_tensor(total, dtype=torch.float32, device=self.device)
@@ -245,7 +244,8 @@ class FinetuneModule(RecordedModule):
 
     def compute_loss(self, batch: Batches, total: int | Tensor) -> Tensor:
         losses = [
-            self.objective(task).loss(self._runs[0], part, label_smoothing=self.label_smoothing) / total
+            self.find_objective(task).compute_loss(self._runs[0], part, label_smoothing=self.label_smoothing)
+            / total
             for task, part in batch.items()
         ]
         return torch.stack(losses).sum()
@@ -311,7 +311,7 @@ class FinetuneModule(RecordedModule):
             return f"a {self.device.type} has no CUDA graphs"
         if self.trainer.world_size > 1:
             return "several processes train together"
-        if odd := [task for task in self.tasks if not self.objective(task).fixes_shapes]:
+        if odd := [task for task in self.tasks if not self.find_objective(task).fixes_shapes]:
             return f"batches of {', '.join(odd)} have many shapes"
         wrapped = isinstance(optimizer, WrappedOptimizer)
         if wrapped and not optimizer.replayable:
@@ -335,12 +335,12 @@ class FinetuneModule(RecordedModule):
         for task, index in batch.items():
             predictions, indices = self._predicted.setdefault(task, ([], []))
             indices.append(index.cpu())
-            predictions.append(self.objective(task).predict(self.model, "validation", indices[-1]))
+            predictions.append(self.find_objective(task).predict(self.model, "validation", indices[-1]))
 
     def on_validation_epoch_end(self) -> None:
         values = []
         for task, (predictions, indices) in self._predicted.items():
-            objective = self.objective(task)
+            objective = self.find_objective(task)
             answers = [answer for some in predictions for answer in to_list(some)]
             values.append(objective.measure(answers, "validation", torch.cat(indices))[objective.task.metric])
         self._predicted = {}

@@ -94,7 +94,7 @@ class TrainingSettings:
         for name in _HOW:
             value = getattr(self, name)
             require(value in (True, False, "auto"), f"training.{name}", value, "true, false or auto")
-        rule = f"one of {', '.join(_PRECISIONS)}: no fp16, whose gradient scaling steps without a closure"
+        rule = f"one of {', '.join(_PRECISIONS)}: no fp16, whose gradient scaler steps without a closure"
         require(self.precision in _PRECISIONS, "training.precision", self.precision, rule)
         require_choice("training.keep", self.keep, ("best", "last"))
         require_choice("training.schedule", self.schedule, SCHEDULES)
@@ -123,7 +123,7 @@ class TrainingSettings:
             if value is not None:
                 require_positive(f"training.{name}", value)
         if self.budget == "seconds" and self.seconds is None:
-            raise InputError("training.budget=seconds needs training.seconds: how many an expert trains")
+            raise InputError("training.budget=seconds needs training.seconds, the time to train one expert")
 
     def resolve_epochs(self, task: str, samples: int) -> TrainingSettings:
         """These settings with epochs as a whole number of steps, at least 1.
@@ -174,7 +174,7 @@ class TrainingSettings:
         steps = int(allowed / evaluations_a_step)
         if steps < 1:
             raise InputError(
-                f"{allowed} gradient evaluations do not allow one step, which takes "
+                f"{allowed} gradient evaluations are too few for one step, which takes "
                 f"{float(evaluations_a_step):g}: raise training.gradient_evaluations"
             )
         return replace(self.with_steps(steps), budget="steps", gradient_evaluations=None)

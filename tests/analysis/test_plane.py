@@ -65,7 +65,7 @@ def test_scores_are_cross_entropy_and_accuracy_whatever_the_batch() -> None:
     model, task = TinyEncoder().train(), tasks()["b"]
     small, large = task.score(model, 4), task.score(model, 100)
     model.eval()
-    images, labels = task.objective.batch("train", task.index)
+    images, labels = task.objective.make_batch("train", task.index)
     with torch.no_grad():
         logits = model(images) @ (HEAD + 1).T
     assert large.loss == pytest.approx(float(nn.functional.cross_entropy(logits, labels)), rel=1e-6)
@@ -141,7 +141,7 @@ class Rows(Objective):
     def __init__(self) -> None:
         super().__init__(TinyTask())
 
-    def batch(self, part, index):
+    def make_batch(self, part, index):
         return self.x[index], torch.zeros(len(index), dtype=torch.int64)
 
     count_items = loss = predict = measure = None

@@ -68,17 +68,17 @@ def pixels():
 
 
 def _normalized(backbone: OpenClip, pixels):
-    encoder = backbone.model()
+    encoder = backbone.make_model()
     return (pixels / 255 - encoder.mean) / encoder.std
 
 
 def test_a_folder_of_transformers_gives_the_features_that_transformers_gives(theirs, folder, pixels, caplog):
     ours = OpenClip("tiny-layout", str(folder))
-    ours.model()
+    ours.make_model()
     assert "initialized randomly" not in caplog.text
     with torch.no_grad():
         images = theirs.get_image_features(pixel_values=_normalized(ours, pixels)).pooler_output
-        torch.testing.assert_close(ours.model()(pixels), normalize(images, dim=-1), atol=1e-5, rtol=0)
+        torch.testing.assert_close(ours.make_model()(pixels), normalize(images, dim=-1), atol=1e-5, rtol=0)
         tokens = open_clip.get_tokenizer("ViT-B-32")(["a photo of a cat.", "a dog"])
         texts = theirs.get_text_features(input_ids=tokens).pooler_output
         torch.testing.assert_close(
@@ -91,14 +91,14 @@ def test_a_folder_that_says_quickgelu_gets_it_under_a_plain_name_too(folder, pix
     named, plain = OpenClip("tiny-layout", str(folder)), OpenClip("tiny-plain", str(folder))
     assert plain.uses_quick_gelu()
     with torch.no_grad():
-        expected = named.model()(pixels)
-        assert torch.equal(plain.model()(pixels), expected)
+        expected = named.make_model()(pixels)
+        assert torch.equal(plain.make_model()(pixels), expected)
         shutil.copy(folder / "model.safetensors", tmp_path)
         alone = OpenClip("tiny-plain", str(tmp_path))
         assert not alone.uses_quick_gelu()
-        assert alone.identity()["sha256"] == plain.identity()["sha256"]
-        assert alone.identity() != plain.identity()
-        assert (alone.model()(pixels) - expected).abs().max() > 1e-4
+        assert alone.identify()["sha256"] == plain.identify()["sha256"]
+        assert alone.identify() != plain.identify()
+        assert (alone.make_model()(pixels) - expected).abs().max() > 1e-4
 
 
 def test_a_public_expert_on_the_backbones_projection_gives_the_same_features(theirs, folder, pixels, tmp_path):
@@ -110,7 +110,7 @@ def test_a_public_expert_on_the_backbones_projection_gives_the_same_features(the
         torch.nn.init.normal_(parameter, std=0.1)
     expert.save_pretrained(tmp_path)
     backbone = OpenClip("tiny-layout", str(folder))
-    encoder = backbone.model()
+    encoder = backbone.make_model()
     encoder.load_state_dict(as_image_tower(open_checkpoint(tmp_path), encoder.state_dict(), "expert"))
     with torch.no_grad():
         pooled = expert(pixel_values=_normalized(backbone, pixels)).pooler_output
@@ -123,7 +123,7 @@ def test_what_is_written_for_transformers_loads_there_and_gives_our_features(fol
     from transformers import CLIPVisionModelWithProjection
 
     backbone = OpenClip("tiny-layout", None, seed=3)
-    encoder = backbone.model()
+    encoder = backbone.make_model()
     save_file(to_transformers(encoder.state_dict()), tmp_path / "model.safetensors", {"format": "pt"})
     theirs.config.vision_config.save_pretrained(tmp_path)
     model, report = CLIPVisionModelWithProjection.from_pretrained(tmp_path, output_loading_info=True)
@@ -144,16 +144,16 @@ def test_there_and_back_is_the_same_bits():
 def test_state_dicts_below_a_prefix_are_found(prefix):
     """Task arithmetic's encoders hold the whole model as `model`."""
     whole = room.make_whole_model(OpenClip("tiny-layout", None, seed=1).key).state_dict()
-    base = OpenClip("tiny-layout", None).model().state_dict()
+    base = OpenClip("tiny-layout", None).make_model().state_dict()
     found = as_image_tower({prefix + name: tensor for name, tensor in whole.items()}, base, "cars")
     assert all(torch.equal(found[name], whole[name]) for name in base)
 
 
 def test_an_expert_of_another_architecture_is_refused_by_its_tensors(theirs):
-    base = OpenClip("glyph-clip", None).model().state_dict()
+    base = OpenClip("glyph-clip", None).make_model().state_dict()
     with pytest.raises(InputError, match=r"svhn lacks \d+ tensors of the backbone's image tower"):
         as_image_tower(theirs.state_dict(), base, "svhn")
-    other = OpenClip("tiny-layout", None).model().state_dict()
+    other = OpenClip("tiny-layout", None).make_model().state_dict()
     other["visual.conv1.weight"] = other["visual.conv1.weight"][..., :8]
     with pytest.raises(InputError, match=r"'visual.conv1.weight' is .*fine-tuned from another architecture"):
         as_image_tower(theirs.state_dict(), other, "svhn")
@@ -196,9 +196,11 @@ def test_an_image_tower_alone_gives_its_features_and_heads_from_images(kind, the
         expected = theirs.vision_model(pixel_values=_normalized(backbone, pixels)).pooler_output
         if kind != "CLIPVisionModel":
             expected = theirs.visual_projection(expected)
-        torch.testing.assert_close(backbone.model()(pixels), normalize(expected, dim=-1), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            backbone.make_model()(pixels), normalize(expected, dim=-1), atol=1e-5, rtol=0
+        )
     task = Digits(train_size=20, validation_size=10, test_size=10)
-    head = backbone.objective(task).head
+    head = backbone.make_objective(task).head
     assert head.shape == (10, expected.shape[1])
     torch.testing.assert_close(head.norm(dim=1), torch.full((10,), 100.0))
 

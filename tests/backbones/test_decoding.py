@@ -19,10 +19,10 @@ from mergekit_lab.evaluation import score
 
 def test_choice_scores_are_the_log_likelihoods_of_each_choice_after_its_prompt(folders, kind) -> None:
     backbone = tiny_backbone(folders[kind], kind)
-    objective, samples = backbone.objective(Colors()), Colors().samples("test")
+    objective, samples = backbone.make_objective(Colors()), Colors().load_samples("test")
     prompts = objective.encode("test").prompts[:5]
     with torch.no_grad():
-        found = objective.score_choices(backbone.model(), prompts)
+        found = objective.score_choices(backbone.make_model(), prompts)
     for row, prompt in zip(found, samples.prompts, strict=False):
         for value, choice in zip(row, Colors().choices, strict=True):
             torch.testing.assert_close(value, -one_loss(backbone, kind, prompt, choice), rtol=1e-4, atol=1e-4)
@@ -30,17 +30,21 @@ def test_choice_scores_are_the_log_likelihoods_of_each_choice_after_its_prompt(f
 
 def test_the_likeliest_choice_is_the_answer_for_any_batch_size(folders, kind) -> None:
     backbone = tiny_backbone(folders[kind], kind)
-    objective, model = backbone.objective(Colors()), backbone.model()
+    objective, model = backbone.make_objective(Colors()), backbone.make_model()
     found = [score(model, objective, "test", batch_size=size) for size in (1, 7, 512)]
     assert found[0].predictions == found[1].predictions == found[2].predictions
-    right = [p == a for p, a in zip(found[0].predictions, Colors().samples("test").answers, strict=True)]
+    right = [p == a for p, a in zip(found[0].predictions, Colors().load_samples("test").answers, strict=True)]
     assert found[0].value == sum(right) / len(right)
 
 
 def test_generated_answers_are_those_of_one_prompt_at_a_time_without_a_cache(folders, kind) -> None:
     """The folder's own generation settings sample at a temperature: answers are greedy all the same."""
     backbone = tiny_backbone(folders[kind], kind, answering="generate")
-    objective, model, tok = backbone.objective(Colors()), backbone.model(), load_tokenizer(str(folders[kind]))
+    objective, model, tok = (
+        backbone.make_objective(Colors()),
+        backbone.make_model(),
+        load_tokenizer(str(folders[kind])),
+    )
     found = score(model, objective, "test", batch_size=7).predictions
     for place, prompt in enumerate(objective.encode("test").prompts[:6]):
         row = prompt[None]
@@ -63,7 +67,7 @@ def test_a_forward_pass_has_the_rows_whose_logits_fit_of_those_that_it_makes(fol
     monkeypatch.setattr(text, "_LOGITS", 260 * 240)
     for answering, cached in (("generate", True), ("choices", True), ("generate", False)):
         backbone = tiny_backbone(folders["llama"], "llama", answering=answering)
-        objective, model = backbone.objective(Colors(max_new_tokens=15)), nn.Linear(1, 1)
+        objective, model = backbone.make_objective(Colors(max_new_tokens=15)), nn.Linear(1, 1)
         if cached:
             model.generate = nn.Identity()
         answered = lambda _, few: sizes.append(len(few)) or torch.zeros(len(few), 3)  # noqa: E731
@@ -89,7 +93,7 @@ def test_padding_that_sees_nothing_does_not_reach_answers_where_cudnn_makes_it_n
         return found
 
     backbone = tiny_backbone(folders["llama"], "llama", answering="generate")
-    objective, model = backbone.objective(Colors()), backbone.model()
+    objective, model = backbone.make_objective(Colors()), backbone.make_model()
     wanted = score(model, objective, "test", batch_size=1).predictions
     monkeypatch.setattr(functional, "scaled_dot_product_attention", as_cudnn)
     assert score(model, objective, "test", batch_size=24).predictions == wanted
@@ -104,7 +108,7 @@ def test_decoding_ends_at_the_token_that_ends_answers_whatever_the_folder_says(f
     file = tmp_path / "other/generation_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [3]}))
     backbone = tiny_backbone(tmp_path / "other", "llama", answering="generate")
-    model, objective = backbone.model(), backbone.objective(Colors())
+    model, objective = backbone.make_model(), backbone.make_objective(Colors())
     seen = []
     real = model.generate
 
@@ -133,9 +137,9 @@ def test_choices_that_a_tokenizer_makes_the_same_are_refused(folders) -> None:
 
 def test_settings_of_generation_in_a_folder_reach_no_answer_with_adapters_or_without(folders) -> None:
     backbone = tiny_backbone(folders["llama"], "llama", answering="generate")
-    objective = backbone.objective(Colors())
-    wanted = score(backbone.model(), objective, "test").predictions
-    for model in (backbone.model(), LoRA(rank=2).make_trainable(backbone.model(), seed=0)):
+    objective = backbone.make_objective(Colors())
+    wanted = score(backbone.make_model(), objective, "test").predictions
+    for model in (backbone.make_model(), LoRA(rank=2).make_trainable(backbone.make_model(), seed=0)):
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         inner.generation_config.repetition_penalty = 9.0
         inner.generation_config.suppress_tokens = list(range(100))
@@ -161,7 +165,7 @@ class Uncached(nn.Module):
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 def test_decoding_without_a_cache_gives_what_transformers_gives(folders, kind) -> None:
     backbone = tiny_backbone(folders[kind], kind, answering="generate")
-    objective, model = backbone.objective(Colors(max_new_tokens=9)), backbone.model()
+    objective, model = backbone.make_objective(Colors(max_new_tokens=9)), backbone.make_model()
     index = torch.arange(8)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -177,11 +181,11 @@ def test_a_linearized_language_model_learns_decodes_and_chooses(folders, kind) -
     index = torch.arange(4)
     for answering in ("choices", "generate"):
         backbone = tiny_backbone(folders[kind], kind, answering=answering)
-        objective, model = backbone.objective(Colors()), backbone.model()
-        tangent = Linearized().make_trainable(backbone.model())
-        loss = objective.loss(tangent, objective.batch("train", index))
+        objective, model = backbone.make_objective(Colors()), backbone.make_model()
+        tangent = Linearized().make_trainable(backbone.make_model())
+        loss = objective.compute_loss(tangent, objective.make_batch("train", index))
         loss.backward()
-        torch.testing.assert_close(loss, objective.loss(model, objective.batch("train", index)))
+        torch.testing.assert_close(loss, objective.compute_loss(model, objective.make_batch("train", index)))
         with torch.no_grad():
             assert objective.predict(tangent, "test", index) == objective.predict(model, "test", index)
 
@@ -189,8 +193,8 @@ def test_a_linearized_language_model_learns_decodes_and_chooses(folders, kind) -
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 def test_choices_of_a_linearized_model_are_scored_by_the_expansion_of_all_of_it(folders, kind) -> None:
     """Not by one of the decoder around what the encoder's expansion gives."""
-    objective = tiny_backbone(folders[kind], kind).objective(Colors())
-    tangent = Linearized().make_trainable(tiny_backbone(folders[kind], kind).model())
+    objective = tiny_backbone(folders[kind], kind).make_objective(Colors())
+    tangent = Linearized().make_trainable(tiny_backbone(folders[kind], kind).make_model())
     torch.manual_seed(0)
     prompts, choices = objective.encode("test").prompts[:3], objective._choices
     with torch.no_grad():

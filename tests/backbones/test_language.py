@@ -21,11 +21,11 @@ def test_a_batchs_loss_is_the_sum_over_its_samples_answer_tokens_whatever_the_pa
     if kind == "t5" and loss_on == "all":
         return
     backbone = tiny_backbone(folders[kind], kind, loss_on=loss_on)
-    objective, index = backbone.objective(Colors()), torch.tensor([3, 0, 2, 7])
-    batch = objective.batch("train", index)
+    objective, index = backbone.make_objective(Colors()), torch.tensor([3, 0, 2, 7])
+    batch = objective.make_batch("train", index)
     with torch.no_grad():
-        found = objective.loss(backbone.model(), batch)
-    samples, whole = Colors().samples("train"), loss_on == "all"
+        found = objective.compute_loss(backbone.make_model(), batch)
+    samples, whole = Colors().load_samples("train"), loss_on == "all"
     wanted = sum(one_loss(backbone, kind, samples.prompts[i], samples.answers[i], whole) for i in index)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     answers = sum(len(samples.answers[i]) + 1 for i in index)
@@ -36,12 +36,12 @@ def test_a_batchs_loss_is_the_sum_over_its_samples_answer_tokens_whatever_the_pa
 def test_a_linearized_seq2seq_model_is_scored_and_learns_by_one_expansion_of_both_halves(folders) -> None:
     """Hidden states of an expanded encoder in an expanded decoder would be no expansion of the model."""
     backbone = tiny_backbone(folders["t5"], "t5")
-    objective, model = backbone.objective(Colors()), Linearized().make_trainable(backbone.model())
+    objective, model = backbone.make_objective(Colors()), Linearized().make_trainable(backbone.make_model())
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.03 * torch.randn(p.shape, generator=draw))
-    samples, tok = Colors().samples("train"), load_tokenizer(backbone.source)
+    samples, tok = Colors().load_samples("train"), load_tokenizer(backbone.source)
 
     def likelihood(prompt, answer):
         target = torch.tensor([*tok(answer, add_special_tokens=False).input_ids, 256])
@@ -52,7 +52,7 @@ def test_a_linearized_seq2seq_model_is_scored_and_learns_by_one_expansion_of_bot
     prompts, choices = objective.encode("train").prompts[:3], Colors().choices
     with torch.no_grad():
         found = objective.score_choices(model, prompts)
-        loss = objective.loss(model, objective.batch("train", torch.arange(3)))
+        loss = objective.compute_loss(model, objective.make_batch("train", torch.arange(3)))
         wanted = torch.stack([torch.stack([likelihood(p, c) for c in choices]) for p in prompts])
         wanted_loss = -sum(likelihood(p, a) for p, a in zip(prompts, samples.answers, strict=False))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
@@ -63,18 +63,18 @@ def test_what_is_too_long_is_cut_inside_the_template_and_counted(folders, caplog
     caplog.set_level(logging.INFO)
     text = []
     for cut in ("start", "end"):
-        objective = tiny_backbone(folders["llama"], "llama", max_length=30, cut=cut).objective(Colors())
+        objective = tiny_backbone(folders["llama"], "llama", max_length=30, cut=cut).make_objective(Colors())
         encoded = objective.encode("train")
         assert max(encoded.lengths) <= 30
         assert objective.truncated["train"] == (12, 0)
         text.append(load_tokenizer(str(folders["llama"])).decode(max(encoded.prompts, key=len)))
         assert text[-1].startswith("<|user|>")
         assert text[-1].endswith("<|end|><|assistant|>")
-    prompts = Colors().samples("train").prompts
+    prompts = Colors().load_samples("train").prompts
     assert any(p.endswith(text[0][8:-20]) and p != text[0][8:-20] for p in prompts)
     assert any(p.startswith(text[1][8:-20]) and p != text[1][8:-20] for p in prompts)
     assert "12 of 24 prompts and 0 answers were cut to 30 tokens" in caplog.text
-    objective = tiny_backbone(folders["t5"], "t5", max_length=8).objective(Colors())
+    objective = tiny_backbone(folders["t5"], "t5", max_length=8).make_objective(Colors())
     assert max(map(len, objective.encode("train").prompts)) == 8
     assert objective.truncated["train"][1] == 4  # "no idea" and its end are eight tokens
 
@@ -89,10 +89,10 @@ def lines(folder, rows):
 def test_prompts_that_show_a_model_nothing_are_refused_before_any_loss(folders, tmp_path) -> None:
     """Nothing stands before an answer's first token then, but a padding token in larger batches."""
     task = lines(tmp_path, [{"prompt": "red?", "answer": "yes"}, {"prompt": "", "answer": "no"}])
-    plain = tiny_backbone(folders["llama"], "llama", prompt="plain").objective(task)
+    plain = tiny_backbone(folders["llama"], "llama", prompt="plain").make_objective(task)
     with pytest.raises(InputError, match=r"prompt 2 of train is empty.*set backbone.prompt=chat"):
-        plain.batch("train", torch.arange(2))
-    assert len(tiny_backbone(folders["llama"], "llama").objective(task).encode("train").prompts[1]) == 3
+        plain.make_batch("train", torch.arange(2))
+    assert len(tiny_backbone(folders["llama"], "llama").make_objective(task).encode("train").prompts[1]) == 3
 
 
 TELLS_THE_DATE = (
@@ -106,7 +106,7 @@ def test_a_prompt_is_what_the_template_makes_of_it_but_for_the_date_which_stands
 ) -> None:
     task = lines(tmp_path, [{"prompt": " is red warm?\n", "answer": "no"}])
     backbone, tok = tiny_backbone(folders["llama"], "llama"), load_tokenizer(str(folders["llama"]))
-    shown = lambda: tok.decode(backbone.objective(task).encode("train").prompts[0])  # noqa: E731
+    shown = lambda: tok.decode(backbone.make_objective(task).encode("train").prompts[0])  # noqa: E731
     assert shown() == "<|user|> is red warm?\n<|end|><|assistant|>"
     monkeypatch.setattr(tok, "chat_template", TELLS_THE_DATE)
     assert shown() == "<|user|>Today: 26 Jul 2024. is red warm?<|end|><|assistant|>"
@@ -119,23 +119,23 @@ def test_a_prompt_is_what_the_template_makes_of_it_but_for_the_date_which_stands
     ):
         monkeypatch.setattr(tok, "chat_template", odd)
         with pytest.raises(InputError, match=complaint):
-            backbone.objective(task)
+            backbone.make_objective(task)
 
 
 def test_a_limit_below_the_templates_own_tokens_is_refused(folders, tmp_path, monkeypatch) -> None:
     task = lines(tmp_path, [{"prompt": "is red warm?", "answer": "it is not"}])
     tiny = tiny_backbone(folders["llama"], "llama", max_length=8)
-    assert len(tiny.objective(task).encode("test").prompts[0]) == 4  # one of the prompt's own
+    assert len(tiny.make_objective(task).encode("test").prompts[0]) == 4  # one of the prompt's own
     template = load_tokenizer(str(folders["llama"])).chat_template
     longer = template.replace("<|assistant|>", "<|assistant|>you")
     monkeypatch.setattr(load_tokenizer(str(folders["llama"])), "chat_template", longer)
     with pytest.raises(InputError, match=r"max_length=8 leaves 4 tokens.*its template takes 6"):
-        tiny.objective(task).encode("test")
+        tiny.make_objective(task).encode("test")
 
 
 def test_rows_longer_than_a_models_positions_are_refused(folders, kind, tmp_path) -> None:
     task = lines(tmp_path, [{"prompt": "red " * 200, "answer": "yes"}])
-    objective = tiny_backbone(folders[kind], kind, max_length=1024).objective(task)
+    objective = tiny_backbone(folders[kind], kind, max_length=1024).make_objective(task)
     if kind == "t5":  # whose positions are relative
         assert len(objective.encode("train").prompts[0]) == 800
         return
@@ -147,12 +147,12 @@ def test_checkpointing_computes_blocks_again_and_leaves_loss_and_gradient_as_the
     found = []
     for checkpointing in (False, True):
         backbone = tiny_backbone(folders[kind], kind, checkpointing=checkpointing)
-        objective, model = backbone.objective(Colors()), backbone.model().train()
+        objective, model = backbone.make_objective(Colors()), backbone.make_model().train()
         entered = []
         for module in model.modules():
             if type(module).__name__ in ("LlamaMLP", "Qwen2MLP", "T5LayerFF"):
                 module.register_forward_pre_hook(lambda *_, seen=entered: seen.append(1))
-        loss = objective.loss(model, objective.batch("train", torch.arange(4)))
+        loss = objective.compute_loss(model, objective.make_batch("train", torch.arange(4)))
         loss.backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
         found.append((loss.detach(), gradient, len(entered)))
@@ -164,7 +164,7 @@ def test_checkpointing_computes_blocks_again_and_leaves_loss_and_gradient_as_the
 
 def test_a_tied_weight_has_one_name_and_loads_under_it(folders, kind) -> None:
     backbone = tiny_backbone(folders[kind], kind)
-    model, other = backbone.model(), backbone.model()
+    model, other = backbone.make_model(), backbone.make_model()
     state = {n: t + 1 for n, t in model.state_dict().items()}
     assert len({t.data_ptr() for t in model.state_dict().values()}) == len(model.state_dict())
     assert ("lm_head.weight" in state) == (kind != "llama")
@@ -193,9 +193,9 @@ def test_packed_rows_have_the_loss_the_items_and_the_gradient_of_samples_apart(
     index, found = torch.arange(12), []
     for packing in (False, True):
         backbone = tiny_backbone(folders[kind], kind, loss_on=loss_on, packing=packing)
-        objective, model = backbone.objective(Colors()), backbone.model()
-        batch = objective.training_batch(index)
-        loss = objective.loss(model, batch)
+        objective, model = backbone.make_objective(Colors()), backbone.make_model()
+        batch = objective.make_training_batch(index)
+        loss = objective.compute_loss(model, batch)
         loss.backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
         found.append((loss.detach(), objective.count_items(batch), gradient, len(batch["labels"])))
@@ -206,7 +206,7 @@ def test_packed_rows_have_the_loss_the_items_and_the_gradient_of_samples_apart(
     assert rows < 12
     assert objective.packed == (12, rows)
     assert f"12 samples of the first batch in {rows} rows" in caplog.text
-    assert objective.batch("train", index)["labels"].shape[0] == 12
+    assert objective.make_batch("train", index)["labels"].shape[0] == 12
 
 
 @pytest.mark.parametrize("name", ["mistral", "mpt", "lfm2", "gpt_neo"])
@@ -226,7 +226,7 @@ def test_models_that_do_not_go_by_a_mask_choose_right_and_refuse_packing(name, t
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     backbone = tiny_backbone(tmp_path, name)
-    model, objective = backbone.model(), backbone.objective(Colors())
+    model, objective = backbone.make_model(), backbone.make_objective(Colors())
     prompts = objective.encode("test").prompts[:4]
     with torch.no_grad():
         for p in model.parameters():
@@ -237,26 +237,29 @@ def test_models_that_do_not_go_by_a_mask_choose_right_and_refuse_packing(name, t
                 logits = model(torch.cat([prompt, choice])[None]).logits[0, len(prompt) - 1 : -1]
                 wanted = -functional.cross_entropy(logits, choice, reduction="sum")
                 torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-4)
-        packed = tiny_backbone(tmp_path, name, packing=True).objective(Colors())
+        packed = tiny_backbone(tmp_path, name, packing=True).make_objective(Colors())
         with pytest.raises(InputError, match="see each other: set it to false"):
-            packed.loss(model, packed.training_batch(torch.arange(12)))
+            packed.compute_loss(model, packed.make_training_batch(torch.arange(12)))
 
 
 def test_lora_on_a_language_model_learns_and_folds_into_the_bases_names(folders, kind) -> None:
     backbone = tiny_backbone(folders[kind], kind)
-    lora, objective = LoRA(rank=2), backbone.objective(Colors())
-    model, batch = lora.make_trainable(backbone.model(), seed=0), objective.batch("train", torch.arange(4))
-    loss = objective.loss(model, batch)
+    lora, objective = LoRA(rank=2), backbone.make_objective(Colors())
+    model, batch = (
+        lora.make_trainable(backbone.make_model(), seed=0),
+        objective.make_batch("train", torch.arange(4)),
+    )
+    loss = objective.compute_loss(model, batch)
     loss.backward()
-    torch.testing.assert_close(loss, objective.loss(backbone.model(), batch))
+    torch.testing.assert_close(loss, objective.compute_loss(backbone.make_model(), batch))
     with torch.no_grad():
         for p in model.parameters():
             if p.requires_grad:
                 p.add_(0.1)
-        folded, plain = lora.fold(model), backbone.model()
+        folded, plain = lora.fold(model), backbone.make_model()
         assert folded.keys() == plain.state_dict().keys()
         plain.load_state_dict(folded)
-        torch.testing.assert_close(objective.loss(plain, batch), objective.loss(model, batch))
+        torch.testing.assert_close(objective.compute_loss(plain, batch), objective.compute_loss(model, batch))
 
 
 def test_wrong_settings_and_tasks_are_refused_by_name(folders, tmp_path) -> None:
@@ -271,32 +274,32 @@ def test_wrong_settings_and_tasks_are_refused_by_name(folders, tmp_path) -> None
     with pytest.raises(InputError, match=r"backbone\.packing=false"):
         LanguageModel(source="x", kind="seq2seq", prompt="plain", packing=True)
     with pytest.raises(InputError, match="reads text, and task 'digits' is a Digits"):
-        tiny_backbone(folders["llama"], "llama").objective(Digits())
+        tiny_backbone(folders["llama"], "llama").make_objective(Digits())
     with pytest.raises(InputError, match="task 'stories' has none"):
         tiny_backbone(folders["llama"], "llama", answering="choices").check(WordProblems())
     with pytest.raises(InputError, match=r"backbone\.source is not set: name a folder"):
-        LanguageModel(source=None).identity()  # as backbone=hf_causal alone has it
+        LanguageModel(source=None).identify()  # as backbone=hf_causal alone has it
     with pytest.raises(InputError, match="there is no model 'nowhere at all'"):
-        LanguageModel(source="nowhere at all").model()
+        LanguageModel(source="nowhere at all").make_model()
     with pytest.raises(InputError, match="does not load as a seq2seq model"):
-        LanguageModel(source=str(folders["qwen2"]), kind="seq2seq", prompt="plain").model()
+        LanguageModel(source=str(folders["qwen2"]), kind="seq2seq", prompt="plain").make_model()
     config = BertConfig(vocab_size=260, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
     BertForMaskedLM(config).save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"is an encoder, which sees .* backbone=hf_encoder"):
-        LanguageModel(source=str(tmp_path)).model()
+        LanguageModel(source=str(tmp_path)).make_model()
 
 
 def test_the_identity_follows_the_weights_and_no_path(folders, tmp_path) -> None:
     import shutil
 
     shutil.copytree(folders["llama"], tmp_path / "copy")
-    first, copy = (LanguageModel(source=str(f)).identity() for f in (folders["llama"], tmp_path / "copy"))
+    first, copy = (LanguageModel(source=str(f)).identify() for f in (folders["llama"], tmp_path / "copy"))
     assert first == copy
-    assert first["sha256"] != LanguageModel(source=str(folders["qwen2"])).identity()["sha256"]
+    assert first["sha256"] != LanguageModel(source=str(folders["qwen2"])).identify()["sha256"]
     (tmp_path / "copy/README.md").write_text("what decides nothing")
-    assert LanguageModel(source=str(tmp_path / "copy")).identity() == copy
+    assert LanguageModel(source=str(tmp_path / "copy")).identify() == copy
     for changed in ("tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / "copy" / changed).write_text("{}")
-        changing = LanguageModel(source=str(tmp_path / "copy")).identity()
+        changing = LanguageModel(source=str(tmp_path / "copy")).identify()
         assert changing != copy
         copy = changing

@@ -42,7 +42,7 @@ KINDS = {
 
 def tower() -> nn.Module:
     """A tower of open_clip's, 1 M parameters, with random weights."""
-    return OpenClip("glyph-clip", None).model()
+    return OpenClip("glyph-clip", None).make_model()
 
 
 def llama() -> nn.Module:

@@ -17,7 +17,7 @@ from mergekit_lab.merging import TIES, TSVM, resolve_device
 from mergekit_lab.merging.inputs import open_inputs
 from mergekit_lab.merging.jobs import count_work, plan_jobs
 from mergekit_lab.merging.stream import open_readers
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.runs.plan import Plan, estimate_seconds
 from mergekit_lab.store import Store
 from mergekit_lab.training import TrainingSettings
@@ -49,7 +49,7 @@ def test_help_says_what_every_option_is_for(tmp_path) -> None:
     usage, *groups = re.split(r"^\+?([\w/]+)=OPTION$", text, flags=re.M)
     assert "+experiment=quickstart" in usage
     listed = dict(zip(groups[::2], groups[1::2], strict=True))
-    files = {f.relative_to(conf_dir()) for f in conf_dir().glob("[!h]*/**/*.yaml")}
+    files = {f.relative_to(find_conf_dir()) for f in find_conf_dir().glob("[!h]*/**/*.yaml")}
     assert set(listed) == {str(file.parent) for file in files}
     for file in files:
         (line,) = re.findall(rf"^  {file.stem} .*$", listed[str(file.parent)], re.M)
@@ -173,7 +173,7 @@ def test_a_run_from_python_refuses_a_mistake_and_leaves_hydra_as_it_was() -> Non
     from hydra.core.global_hydra import GlobalHydra
 
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+    with initialize_config_dir(str(find_conf_dir()), version_base="1.3"):
         with pytest.raises(InputError, match="did you mean 'quickstart'"):
             mergekit_lab.run("quikstart")
         with pytest.raises(InputError, match="is a command on checkpoints"):

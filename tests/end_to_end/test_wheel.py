@@ -52,7 +52,7 @@ def test_an_installed_wheel_runs_from_another_folder(wheel: Path, tmp_path: Path
     (elsewhere / "conf").mkdir()  # a folder of that name in the working directory must not be read
 
     where = subprocess.run(
-        [python, "-c", "from mergekit_lab.paths import conf_dir; print(conf_dir())"],
+        [python, "-c", "from mergekit_lab.paths import find_conf_dir; print(find_conf_dir())"],
         capture_output=True, text=True, cwd=elsewhere, check=True,
     )  # fmt: skip
     assert where.stdout.strip().startswith(str(tmp_path / "env"))

@@ -37,7 +37,7 @@ def test_weights_that_were_moved_void_what_was_recorded(encoder, head, card) -> 
     encoder.body[1].weight.data = -encoder.body[1].weight.data
     found = score(encoder, objective, "validation", batch_size=20)
     encoder.eval()
-    images = objective.task.samples("validation").images
+    images = objective.task.load_samples("validation").images
     assert found.predictions == (encoder(images) @ head.T).argmax(-1).tolist()
 
 

@@ -9,7 +9,7 @@ from mergekit_lab.evaluation import Candidate, choose_best, normalize, score
 
 def test_accuracy_equals_scikit_learns_for_any_batch_size(encoder, head) -> None:
     objective = tiny_objective(head, other_size=50)
-    split = objective.task.samples("test")
+    split = objective.task.load_samples("test")
     encoder.eval()
     predicted = (encoder(split.images) @ head.T).argmax(-1)
     wanted = accuracy_score(split.labels, predicted)

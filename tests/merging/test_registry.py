@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from mergekit_lab import merging
 from mergekit_lab.merging import Method
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 
 HERE = Path(__file__).parent
 DOCS = (HERE.parents[1] / "docs" / "mergers.md").read_text(encoding="utf-8")
@@ -85,7 +85,7 @@ def classes() -> dict[str, type[Method]]:
 def configurations() -> dict[str, tuple[str, dict[str, Any]]]:
     """Of each class, the file's name and its plain content."""
     found = {}
-    for file in sorted((conf_dir() / "merger").glob("*.yaml")):
+    for file in sorted((find_conf_dir() / "merger").glob("*.yaml")):
         content: Any = OmegaConf.to_container(OmegaConf.load(file))
         found[content.pop("_target_").removeprefix("mergekit_lab.merging.")] = (file.stem, content)
     return found

@@ -9,10 +9,10 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from mergekit_lab import optim
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 from optim.problems import Net
 
-FILES = sorted((conf_dir() / "optimizer").glob("*.yaml"))
+FILES = sorted((find_conf_dir() / "optimizer").glob("*.yaml"))
 # What a file sets on purpose to something else than the class: SAFT's code, and the run's own numbers.
 OWN = {"asam": {"scaling"}, "ssamd": {"steps"}, "swa": {"steps"}, "wasam": {"steps"}}
 PLAIN = {"adamw", "sgd"}

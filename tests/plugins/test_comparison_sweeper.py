@@ -18,7 +18,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf
 
 from mergekit_lab.__main__ import main
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.programs import start
 
 ONE_TASK = [*TINY, "~suite.tasks.latin", "joint=false"]
@@ -42,7 +42,7 @@ def sweep(folder: Path, *arguments: str, launch=None) -> None:
 def sweeper_of(folder: Path, single: Sequence[str] = (), launch=None):
     """The sweeper of a small run, with a launcher that is not Hydra's; and what its jobs have in common."""
     GlobalHydra.instance().clear()
-    hydra = Hydra.create_main_hydra2("main", create_config_search_path(str(conf_dir())))
+    hydra = Hydra.create_main_hydra2("main", create_config_search_path(str(find_conf_dir())))
     fixed = [*ONE_TASK, f"store.root={folder}/store", f"run_dir={folder}/run"]
     sweeper = Plugins.instance().instantiate_sweeper(
         hydra_context=HydraContext(hydra.config_loader, Callbacks()),

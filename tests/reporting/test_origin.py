@@ -3,7 +3,7 @@ import shlex
 import pytest
 from hydra import compose, initialize_config_dir
 
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.reporting import Origin
 
 MERGERS = ("average", "task_arithmetic", "ties", "dare", "fisher", "tsvm", "epimer")
@@ -19,7 +19,7 @@ def command(record, *arguments, mergers=MERGERS, **changes):
 def test_a_row_s_command_makes_that_row_and_no_other_merge(record, kind):
     given = ("+experiment=quickstart", "mergers.ties.density=0.3", "joint=true", "run_dir=/x", "stage=report")
     overrides = shlex.split(command(record, *given, kind=kind))
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+    with initialize_config_dir(str(find_conf_dir()), version_base="1.3"):
         cfg = compose("main", overrides)
     assert list(cfg.mergers) == (["ties"] if kind == "merged" else [])
     assert cfg.joint == (kind == "joint")

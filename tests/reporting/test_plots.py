@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import vl_convert
 
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.reporting import build_table, charts, drawing, figures, names, plots
 
 CURVE = [
@@ -132,8 +132,10 @@ def test_a_method_has_one_color_in_every_figure_of_every_report(tmp_path, record
 
 def test_no_two_methods_look_alike_and_other_labels_look_the_same_in_every_report():
     methods = names.choose_looks(names.NAMES)
-    assert len(set(methods.values())) == len(names.NAMES) >= len(list((conf_dir() / "merger").glob("*.yaml")))
-    assert set(names.NAMES) == {file.stem for file in (conf_dir() / "merger").glob("*.yaml")}
+    assert (
+        len(set(methods.values())) == len(names.NAMES) >= len(list((find_conf_dir() / "merger").glob("*.yaml")))
+    )
+    assert set(names.NAMES) == {file.stem for file in (find_conf_dir() / "merger").glob("*.yaml")}
     mine = names.choose_looks(["mine"])["mine"]
     assert names.choose_looks(["ties", "mine", "tsvm"])["mine"] == mine
     many = names.choose_looks([*names.NAMES, "a", "b", "c", "d"])

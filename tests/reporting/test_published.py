@@ -11,7 +11,7 @@ from reporting.conftest import make_study
 from reporting.test_report import Page, report
 
 from mergekit_lab import InputError
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.reporting import Beside, compare, published, read_published, set_beside
 from mergekit_lab.reporting.published import find_conditions, find_doubt, unite
 
@@ -30,10 +30,10 @@ def _tables(source: str) -> list[str]:
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_table_says_its_source_and_names_what_exists(source: str) -> None:
     assert (FOLDER / f"{source}.csv").read_text().startswith("# ")
-    options = {group: {f.stem for f in (conf_dir() / group).glob("*.yaml")} for group in
+    options = {group: {f.stem for f in (find_conf_dir() / group).glob("*.yaml")} for group in
                ("backbone", "finetuning", "optimizer", "merger")}  # fmt: skip
-    tasks = {file.stem for file in (conf_dir() / "task" / "clip").glob("*.yaml")}
-    texts = [f.stem for kind in ("trace", "glue") for f in (conf_dir() / "task").glob(f"{kind}_*")]
+    tasks = {file.stem for file in (find_conf_dir() / "task" / "clip").glob("*.yaml")}
+    texts = [f.stem for kind in ("trace", "glue") for f in (find_conf_dir() / "task").glob(f"{kind}_*")]
     tasks |= {name.partition("_")[2] for name in texts}
     for table in _tables(source):
         rows = read_published(f"{source} {table}")
@@ -139,7 +139,7 @@ def list_unnamed(sources: list[str]) -> set[str]:
     free = {"defaults", "_partial_", "seed", "lr", "weight_decay", "steps"}
 
     def settings(group: str, option: str) -> set[str]:
-        node = yaml.safe_load((conf_dir() / group / f"{option}.yaml").read_text())
+        node = yaml.safe_load((find_conf_dir() / group / f"{option}.yaml").read_text())
         inner = node.pop("inner", None) or {}
         return (set(node) | {f"inner.{key}" for key in inner}) - free
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mergekit_lab import InputError
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.reporting.wandb_dashboard import ANALYSES, build_dashboard
 
 
@@ -20,7 +20,7 @@ def test_the_dashboard_shows_what_the_tracker_logs() -> None:
 
 
 def test_every_analysis_has_its_figure_there() -> None:
-    assert sorted(ANALYSES) == sorted(file.stem for file in (conf_dir() / "analysis").glob("*.yaml"))
+    assert sorted(ANALYSES) == sorted(file.stem for file in (find_conf_dir() / "analysis").glob("*.yaml"))
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch) -> None:

@@ -20,7 +20,7 @@ from pictures import leave_undrawn
 from mergekit_lab import InputError
 from mergekit_lab.analysis.plane import measure_barrier
 from mergekit_lab.kept_results import keep_results
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
 from mergekit_lab.reporting.figures import draw_analysis
@@ -60,7 +60,7 @@ SMALL = {
     ],
     "hessian": ["analysis.points=2", "analysis.samples=4", "analysis.iterations=3", "analysis.products=6"],
 }
-FILES = sorted((conf_dir() / "analysis").glob("*.yaml"))
+FILES = sorted((find_conf_dir() / "analysis").glob("*.yaml"))
 
 
 def go(folder: Path, store: Path, *overrides: str) -> None:
@@ -114,7 +114,7 @@ def test_it_writes_numbers_and_a_figure_and_is_found_again(name: str, trained, t
     if name == DRAWN:
         assert struct.unpack(">II", png[16:24])[0] > 500
         assert "<svg" in (tmp_path / f"first/analysis/{name}.svg").read_text()
-    target = get_class(yaml.safe_load((conf_dir() / f"analysis/{name}.yaml").read_text())["_target_"])
+    target = get_class(yaml.safe_load((find_conf_dir() / f"analysis/{name}.yaml").read_text())["_target_"])
     monkeypatch.setattr(target, "compute", None)
     assert analyze(tmp_path / "again", store, name) == data
 

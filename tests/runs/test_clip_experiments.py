@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from mergekit_lab import InputError, reporting
 from mergekit_lab.backbones import OpenClip, to_transformers
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.programs import start
 from mergekit_lab.reporting.published import read_beside, read_published, set_beside
 from mergekit_lab.runs import published
@@ -24,16 +24,16 @@ from mergekit_lab.schema.check import build
 from mergekit_lab.schema.run import check, with_chosen_merger
 from mergekit_lab.tasks import HubImages
 
-TASKS = [file.stem for file in sorted((conf_dir() / "task" / "clip").glob("*.yaml"))]
+TASKS = [file.stem for file in sorted((find_conf_dir() / "task" / "clip").glob("*.yaml"))]
 ARCHITECTURE = "tiny-clip"
 EXPERIMENTS = [
     file.stem
-    for file in sorted((conf_dir() / "experiment").glob("*.yaml"))
+    for file in sorted((find_conf_dir() / "experiment").glob("*.yaml"))
     if file.stem.startswith(("vit_", "clip_", "saft_", "mergopt_", "epimer_")) and "_figure" not in file.stem
 ]
 FOLDER = Path(reporting.published.__file__).parents[1] / "assets" / "published"
-OPTIMIZERS = [file.stem for file in (conf_dir() / "optimizer").glob("*.yaml")]
-FIGURES = [file.stem for file in sorted((conf_dir() / "experiment").glob("*_figure*.yaml"))]
+OPTIMIZERS = [file.stem for file in (find_conf_dir() / "optimizer").glob("*.yaml")]
+FIGURES = [file.stem for file in sorted((find_conf_dir() / "experiment").glob("*_figure*.yaml"))]
 FULLY = {
     "clip_public_experts": [],
     "saft_tableC4": ["optimizer=asam"],
@@ -62,13 +62,13 @@ def hub(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("hub")
     (root / "names.txt").write_text("dark\nlight\n")
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+    with initialize_config_dir(str(find_conf_dir()), version_base="1.3"):
         cfg = compose("main", ["suite=clip20", "+task/clip@suite.tasks.emnist_digits=emnist_digits"])
     for seed, (name, node) in enumerate(cfg.suite.tasks.items()):
         task = build({**node, "class_names": f"{root}/names.txt"}, HubImages)
         assert isinstance(task, HubImages)
         write_repository(task, root / "data" / name, seed, {"train": 20, "test": 4})
-        state = OpenClip(ARCHITECTURE, None, seed=100 + seed).model().state_dict()
+        state = OpenClip(ARCHITECTURE, None, seed=100 + seed).make_model().state_dict()
         renamed = {n: t for n, t in to_transformers(state).items() if not n.startswith("visual_projection")}
         (root / "experts" / name).mkdir(parents=True)
         save_file(renamed, root / "experts" / name / "model.safetensors", {"format": "pt"})
@@ -104,7 +104,7 @@ def shrink(cfg, hub: Path) -> None:
 
 
 def read_option(group: str, option: str) -> DictConfig:
-    return OmegaConf.load(conf_dir() / group / f"{option}.yaml")
+    return OmegaConf.load(find_conf_dir() / group / f"{option}.yaml")
 
 
 def swept(cfg) -> dict[str, str]:
@@ -121,7 +121,7 @@ def shared(tmp_path_factory) -> Path:
 def test_every_clip_experiment_says_its_command_and_runs_its_first_job(
     name: str, hub: Path, shared: Path, tmp_path: Path
 ) -> None:
-    head = (conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()[:5]
+    head = (find_conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()[:5]
     assert head[1].startswith("# Question: ")
     assert head[2] == f"# Command:  python -m mergekit_lab +experiment={name}"
     assert head[3].startswith("# Cost: ")
@@ -137,7 +137,7 @@ def test_every_clip_experiment_says_its_command_and_runs_its_first_job(
         axis: sweep.get(axis, choices[axis]).split(",") for axis in ("backbone", "finetuning", "optimizer")
     }
     for axis, options in cells.items():
-        assert all((conf_dir() / axis / f"{option}.yaml").is_file() for option in options)
+        assert all((find_conf_dir() / axis / f"{option}.yaml").is_file() for option in options)
     for table in cfg.published:
         rows = read_published(table)
         assert any(all(getattr(row, axis) in options for axis, options in cells.items()) for row in rows)
@@ -183,7 +183,7 @@ def test_a_tables_experiments_reach_its_rows_and_train_no_others() -> None:
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_composes_with_the_model_that_ships(name: str) -> None:
-    lines = (conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()
+    lines = (find_conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()
     assert lines[2] == f"# Command:  python -m mergekit_lab +experiment={name}"
     assert "# Shipped data:  backbone=glyph_clip suite=glyphs8, in minutes." in lines
     cfg, choices = composed([f"+experiment={name}", "backbone=glyph_clip", "suite=glyphs8"])

@@ -11,7 +11,7 @@ from mergekit_lab import InputError
 from mergekit_lab.backbones import OpenClip, linearize
 from mergekit_lab.evaluation import score
 from mergekit_lab.optim import fit_offset
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
 from mergekit_lab.runs.curvature import side_node
@@ -22,8 +22,8 @@ from mergekit_lab.training import TrainingSettings
 
 BASE = OpenClip("glyph-clip", "asset:glyph_clip")
 ONLY_DIGITS = ["~suite.tasks.latin", "joint=false", "training.steps=2", "training.batch_size=8"]
-FINETUNINGS = [f.stem for f in sorted((conf_dir() / "finetuning").glob("*.yaml"))]
-OPTIMIZERS = [f.stem for f in sorted((conf_dir() / "optimizer").glob("*.yaml"))]
+FINETUNINGS = [f.stem for f in sorted((find_conf_dir() / "finetuning").glob("*.yaml"))]
+OPTIMIZERS = [f.stem for f in sorted((find_conf_dir() / "optimizer").glob("*.yaml"))]
 
 
 def context(folder: Path, store: Path, *overrides: str) -> Run:
@@ -46,7 +46,7 @@ def manifests(store: Path, kind: str) -> list[dict]:
 def test_a_run_stores_experts_of_every_parametrisation_under_the_bases_names(finetuning: str, tmp_path) -> None:
     overrides = ["stage=finetune", *ONLY_DIGITS, f"finetuning={finetuning}", "optimizer=asam"]
     made = go(tmp_path / "run", tmp_path / "store", *overrides)
-    base, expert = BASE.model().state_dict(), load_state(made.need(expert_node(made, "digits")))
+    base, expert = BASE.make_model().state_dict(), load_state(made.need(expert_node(made, "digits")))
     assert {n: t.shape for n, t in expert.items()} == {n: t.shape for n, t in base.items()}
     moved = {n for n, t in base.items() if not torch.equal(expert[n], t)}
     projections = {n for n in base if n.endswith(("attn.in_proj_weight", "attn.out_proj.weight"))}
@@ -63,10 +63,10 @@ def test_a_run_of_linearized_experts_evaluates_the_expansion_at_the_merged_weigh
     state = load_state(made.store.find("merged", merged["content"]))
 
     def rate(model) -> float:
-        return score(model, made.objective("latin"), "test").value
+        return score(model, made.make_objective("latin"), "test").value
 
-    assert rate(linearize(BASE.model(), state)) == pytest.approx(record.value)
-    dense = BASE.model()
+    assert rate(linearize(BASE.make_model(), state)) == pytest.approx(record.value)
+    dense = BASE.make_model()
     dense.load_state_dict(state)
     assert rate(dense) != pytest.approx(record.value)
 
@@ -77,7 +77,7 @@ def test_fishers_of_linearized_experts_have_the_bases_names(tmp_path) -> None:
         tmp_path / "run", tmp_path / "store", *overrides, "training.warmup_steps=0", "curvature.samples=4"
     )
     fisher = load_state(made.need(side_node(made, "fisher", "digits")), "fisher.safetensors")
-    assert fisher.keys() == {n for n, t in BASE.model().state_dict().items() if t.is_floating_point()}
+    assert fisher.keys() == {n for n, t in BASE.make_model().state_dict().items() if t.is_floating_point()}
     assert all(float(t.max()) > 0 for t in fisher.values())
 
 
@@ -155,19 +155,19 @@ def test_a_run_under_a_clock_says_so_and_the_joint_model_has_the_budget_of_all(t
         (["training.gradient_evaluations=3"], r"set training\.budget=gradient_evaluations"),
         (
             ["training.budget=gradient_evaluations", "training.gradient_evaluations=1", "optimizer=sam"],
-            "1 gradient evaluations do not allow one step, which takes 2",
+            "too few for one step, which takes 2",
         ),
-        (["training.budget=seconds", "training.seconds=3", "optimizer=swa"], "SWA plans over its number"),
+        (["training.budget=seconds", "training.seconds=3", "optimizer=swa"], "SWA must know"),
         (
             ["training.budget=seconds", "training.seconds=3", "+optimizer@optimizer_of.digits=ssamd"],
-            "SSAMD plans over its number",
+            "SSAMD must know",
         ),
         (["trainer=fsdp", "finetuning=linearized"], "Linearized needs them whole: take trainer=ddp"),
         (["trainer=fsdp", "finetuning=lora"], "LoRA needs them whole"),
         (["trainer=fsdp", "+optimizer@optimizer_of.digits=rwp"], "RWP needs them whole"),
         (["training.accumulate=0"], r"training\.accumulate is 0; it must be at least 1"),
         (["training.accumulate=17"], r"at most training\.batch_size = 16"),
-        (["optimizer=mergopt", "optimizer.scale=fit", "finetuning=lora"], "trains factors of them"),
+        (["optimizer=mergopt", "optimizer.scale=fit", "finetuning=lora"], "trains factors"),
         (["optimizer=mergopt", "optimizer.scale=fit", "optimizer.loc=1e-3"], "set loc=0"),
         (["optimizer=mergopt", "optimizer.scale=fitt"], r"scale='fitt' is a str"),
         (["finetuning.rank=3"], "rank"),
@@ -187,7 +187,7 @@ def test_offsets_are_fitted_to_the_task_vectors_of_the_base_optimizers_experts(t
     made = go(tmp_path / "run", store, *fitted)
     plain = context(tmp_path, store, *only)
     pilot = load_state(plain.need(expert_node(plain, "digits")))
-    base = BASE.model().state_dict()
+    base = BASE.make_model().state_dict()
     wanted = fit_offset({n: pilot[n] - t for n, t in base.items()})
     found = made.need(fit_node(made)).info
     assert (found["loc"], found["scale"]) == (wanted.loc, wanted.scale)

@@ -120,7 +120,7 @@ def test_scores_are_those_of_the_harness_s_own_command_line(inputs, tmp_path) ->
         "group": {"acc": "acc,none"},
     }.items():
         task = HarnessTask(name, num_fewshot=2, limit=9, include_path=str(inputs / "tasks"), batch_size=3)
-        ours = score_with_harness(backbone.model(), backbone.tokenizer(), task)
+        ours = score_with_harness(backbone.make_model(), backbone.load_tokenizer(), task)
         unit = 100 if name == "say" else 1
         assert ours.metrics == pytest.approx(
             {n: told[name][key] / unit for n, key in metrics.items()}, abs=1e-9
@@ -146,10 +146,12 @@ def test_settings_and_models_mean_what_they_mean_to_the_harness(inputs, tmp_path
     )  # fmt: skip
     backbone = tiny_backbone(folder, kind)
     task = HarnessTask("pick", include_path=str(inputs / "tasks"), **how)
-    ours = score_with_harness(backbone.model(), backbone.tokenizer(), task)
+    ours = score_with_harness(backbone.make_model(), backbone.load_tokenizer(), task)
     assert ours.samples["acc"] == [sample["acc"] for sample in told["samples"]["pick"]]
     assert ours.metrics["acc_norm"] == told["results"]["pick"]["acc_norm,none"]
-    found = run_harness(backbone.model(), backbone.tokenizer(), task, "auto", "float32", progress=False)
+    found = run_harness(
+        backbone.make_model(), backbone.load_tokenizer(), task, "auto", "float32", progress=False
+    )
     samples = read_results(task, found).samples
     assert samples == ours.samples, "as on CUDA, where the harness finds how many rows fit"
 
@@ -158,7 +160,9 @@ def test_settings_and_models_mean_what_they_mean_to_the_harness(inputs, tmp_path
 def test_what_records_cannot_hold_and_what_is_not_there_is_refused(inputs, tmp_path) -> None:
     backbone, include = tiny_backbone(inputs / "base", "llama"), str(inputs / "tasks")
     with pytest.raises(InputError, match=r"read: records hold .* measures word_perplexity"):
-        score_with_harness(backbone.model(), backbone.tokenizer(), HarnessTask("read", include_path=include))
+        score_with_harness(
+            backbone.make_model(), backbone.load_tokenizer(), HarnessTask("read", include_path=include)
+        )
     with pytest.raises(InputError, match="has no task 'pik'; did you mean 'pick'"):
         HarnessTask("pik", include_path=include).content()
     with pytest.raises(InputError, match=r"'ai2_arc' is a group .* name its tasks .arc_challenge, arc_easy"):
@@ -255,7 +259,10 @@ def test_tasks_and_checkpoints_are_written_out_with_settings_of_their_own(tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["suite.num_fewshot={gsm9k: 8}"], "suite.num_fewshot names 'gsm9k', which is no task; did you mean"),
+        (
+            ["suite.num_fewshot={gsm9k: 8}"],
+            "suite.num_fewshot names 'gsm9k', which is not a task; did you mean",
+        ),
         (["suite.lm_eval_tasks=[]"], "suite.lm_eval_tasks is empty"),
         (["suite.num_fewshot=-1"], "num_fewshot is -1; it must be at least 0"),
         (["suite.limit=0"], "limit is 0; it must be above 0"),

@@ -110,9 +110,9 @@ def test_epochs_may_name_tasks_that_are_left_out_but_no_slip(folders, tmp_path) 
 
     assert plan_settings(made("{stories: 2, quantities_old: 3, quantities: 1}"), "stories").steps == 12
     for epochs in ("{storeis: 1}", "{storeis: 1, quantities: 2}"):
-        with pytest.raises(InputError, match="'storeis' is no task of this run; did you mean 'stories'"):
+        with pytest.raises(InputError, match="'storeis' is not a task of this run; did you mean 'stories'"):
             made(epochs)
-    with pytest.raises(InputError, match="'elsewhere' is no task of this run"):
+    with pytest.raises(InputError, match="'elsewhere' is not a task of this run"):
         made("{elsewhere: 1}")
 
 
@@ -123,10 +123,10 @@ def test_epochs_may_name_tasks_that_are_left_out_but_no_slip(folders, tmp_path) 
             ["training.batch_size=6", "training.accumulate=2"],
             r"make training.batch_size a multiple of 4 for each task",
         ),
-        (["training.batch_size=1"], "1 samples of a task in a batch cannot be shared by 2 processes"),
+        (["training.batch_size=1"], "cannot share 1 samples per task"),
         (
             ["training.accumulate=2", "backbone.packing=true"],
-            "packing gives processes different numbers of rows",
+            "different numbers of rows",
         ),
     ],
 )
@@ -140,7 +140,7 @@ def test_processes_that_would_wait_for_each_other_for_ever_are_refused(
 
 
 def test_a_linearized_model_that_would_compute_activations_again_is_refused(folders, tmp_path) -> None:
-    with pytest.raises(InputError, match=r"set it to false with finetuning=linearized"):
+    with pytest.raises(InputError, match=r"set backbone\.checkpointing=false"):
         configured(folders["llama"], "llama", tmp_path, "finetuning=linearized", "backbone.checkpointing=true")
 
 
@@ -162,10 +162,10 @@ def test_padding_is_in_no_gram(kind, folders, tmp_path) -> None:
     start(cfg, tmp_path / "run", choices, [])
     context = Run(cfg, tmp_path, choices)
     (file,) = (tmp_path / "store/grams").glob("*/gram.safetensors")
-    found, objective = open_checkpoint(file), context.objective("stories")
+    found, objective = open_checkpoint(file), context.make_objective("stories")
     context.model.load_state_dict(load_state(context.need(expert_node(context, "stories"))))
     order = torch.randperm(24, generator=torch.Generator().manual_seed(0))[:3]
-    alone = [objective.batch("train", place[None]) for place in order]
+    alone = [objective.make_batch("train", place[None]) for place in order]
     assert len({each["input_ids"].shape for each in alone}) > 1
     layer = max(n for n in found if n.endswith(("down_proj", "wo")))  # of T5 in the encoder
     rows: list[torch.Tensor] = []
@@ -183,7 +183,7 @@ def test_padding_is_in_no_gram(kind, folders, tmp_path) -> None:
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 def test_padding_is_no_feature_of_a_text(kind, folders) -> None:
     backbone = tiny_backbone(folders[kind], kind)
-    model, objective = backbone.model(), backbone.objective(Colors())
+    model, objective = backbone.make_model(), backbone.make_objective(Colors())
     base = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ends = {}
     for name in "ab":
@@ -250,7 +250,7 @@ def test_bfloat16_weights_train_as_float32_so_that_offsets_stay_and_are_stored_a
     expert = open_checkpoint(context.need(expert_node(context, "stories")).file("model.safetensors"), "expert")
     assert {spec.dtype for spec in expert.specs.values()} == {torch.bfloat16}
     assert any(not torch.equal(expert[n], context.base_state[n]) for n in expert)
-    with pytest.raises(InputError, match="MergOPT's offsets would vanish in the rounding of bfloat16 weights"):
+    with pytest.raises(InputError, match="MergOPT's small offsets"):
         configured(folders["llama"], "llama", tmp_path, "optimizer=mergopt", "training.precision=bf16-true")
 
 

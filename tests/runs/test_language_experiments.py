@@ -10,7 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from language import save_tiny
 from omegaconf import OmegaConf
 
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
 from mergekit_lab.reporting.published import find_conditions, read_beside, read_published, set_beside
@@ -22,11 +22,11 @@ from mergekit_lab.schema.run import check
 LANGUAGE = ("llama", "qwen", "flan_t5", "smollm2")
 """How experiments over language models begin."""
 EXPERIMENTS = [
-    f.stem for f in sorted((conf_dir() / "experiment").glob("*.yaml")) if f.stem.startswith(LANGUAGE)
+    f.stem for f in sorted((find_conf_dir() / "experiment").glob("*.yaml")) if f.stem.startswith(LANGUAGE)
 ]
 
 SWEEPS = [
-    name for name in EXPERIMENTS if "sweeper:" in (conf_dir() / "experiment" / f"{name}.yaml").read_text()
+    name for name in EXPERIMENTS if "sweeper:" in (find_conf_dir() / "experiment" / f"{name}.yaml").read_text()
 ]
 
 
@@ -93,7 +93,7 @@ def test_every_experiment_says_its_command_and_runs_fast(name, folders, shared, 
         return OmegaConf.select(whole, key) if key.startswith(("training.", "search.")) else real(run, key)
 
     monkeypatch.setattr(published, "read_setting", setting)
-    head = (conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()[:5]
+    head = (find_conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()[:5]
     assert any(line.startswith("# Question:") for line in head)
     assert f"# Command:  python -m mergekit_lab +experiment={name}" in head
     assert any(line.startswith("# Cost:") for line in head)
@@ -182,7 +182,7 @@ def test_a_merged_folder_reloads_with_equal_logits_and_keeps_template_and_genera
     for seed, expert in enumerate(("one", "two")):
         torch.manual_seed(seed + 1)
         (tmp_path / expert).mkdir()
-        moved = {n: t + 0.1 * torch.randn_like(t) for n, t in backbone.model().state_dict().items()}
+        moved = {n: t + 0.1 * torch.randn_like(t) for n, t in backbone.make_model().state_dict().items()}
         write_tensors(tmp_path / expert / "model.safetensors", moved)
     cfg, choices = composed(
         [
@@ -192,7 +192,7 @@ def test_a_merged_folder_reloads_with_equal_logits_and_keeps_template_and_genera
     )
     start(cfg, tmp_path / "run", choices, [])
     states = {n: open_checkpoint(tmp_path / n / "model.safetensors", n) for n in ("one", "two")}
-    wanted = backbone.model()
+    wanted = backbone.make_model()
     first = wanted.state_dict()
     wanted.load_state_dict(
         {
@@ -202,7 +202,7 @@ def test_a_merged_folder_reloads_with_equal_logits_and_keeps_template_and_genera
     )
     loader = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
     loaded = loader.from_pretrained(tmp_path / "out")
-    batch = backbone.objective(Colors()).batch("train", torch.arange(3))
+    batch = backbone.make_objective(Colors()).make_batch("train", torch.arange(3))
     with torch.no_grad():
         assert torch.equal(loaded.eval()(**batch).logits, wanted(**batch).logits)
     assert loaded.generation_config.temperature == 0.7

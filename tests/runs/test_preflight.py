@@ -18,7 +18,7 @@ import mergekit_lab.backbones.open_clip as room
 from mergekit_lab import InputError
 from mergekit_lab.backbones import OpenClip, to_transformers
 from mergekit_lab.backbones.clip_weights import ClipWeights
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.programs import start
 from mergekit_lab.runs.curvature import side_node
 from mergekit_lab.runs.finetune import expert_node
@@ -53,39 +53,39 @@ def context(data: Path, store: Path, *more: str) -> Run:
 
 def test_images_are_decoded_once_and_mapped_from_the_store_afterwards(data, tmp_path, monkeypatch) -> None:
     first = context(data, tmp_path / "store").tasks["eurosat"]
-    seen = {part: first.samples(part) for part in ("train", "validation", "test")}
+    seen = {part: first.load_samples(part) for part in ("train", "validation", "test")}
     monkeypatch.setattr(decoding, "decode", lambda _: pytest.fail("decoded again"))
     monkeypatch.setattr("mergekit_lab.tasks.images.index_rows", lambda _: pytest.fail("hashed again"))
     again = context(data, tmp_path / "store").tasks["eurosat"]
     assert again.fingerprint() == first.fingerprint()
     for part, split in seen.items():
-        assert torch.equal(again.samples(part).images[:], split.images[:])
-        assert torch.equal(again.samples(part).labels, split.labels)
+        assert torch.equal(again.load_samples(part).images[:], split.images[:])
+        assert torch.equal(again.load_samples(part).labels, split.labels)
 
 
 def test_other_files_are_read_anew_and_another_copy_of_them_is_not_decoded_again(data, tmp_path) -> None:
     old = context(data, tmp_path / "store").tasks["eurosat"]
-    old.samples("test")
+    old.load_samples("test")
     folders = tmp_path / "store" / "images"
     copy = shutil.copytree(data, tmp_path / "copy")
-    context(copy, tmp_path / "store").tasks["eurosat"].samples("test")
+    context(copy, tmp_path / "store").tasks["eurosat"].load_samples("test")
     assert len(list(folders.iterdir())) == 1
     write_parquet(copy / "eurosat" / "data" / "test-00000-of-00002.parquet", pictures(3, 10, 9))
     changed = context(copy, tmp_path / "store").tasks["eurosat"]
     assert changed.fingerprint() != old.fingerprint()
-    changed.samples("test")
+    changed.load_samples("test")
     assert len(list(folders.iterdir())) == 2
 
 
 def test_the_size_is_said_before_it_is_made_and_bounded(data, tmp_path, caplog) -> None:
     caplog.set_level("INFO")
-    context(data, tmp_path / "store").tasks["eurosat"].samples("test")
+    context(data, tmp_path / "store").tasks["eurosat"].load_samples("test")
     assert "decoding into the store: 0.90 MB\n" in caplog.text
     small = context(data, tmp_path / "other", "images_limit_gb=0.0001").tasks["eurosat"]
     with pytest.raises(
         InputError, match=r"allowed are 0.0001 GB \(images_limit_gb\).*raise the limit or set store"
     ):
-        small.samples("test")
+        small.load_samples("test")
 
 
 def test_a_decoding_that_was_cut_leaves_nothing_that_is_taken_for_whole(data, tmp_path, monkeypatch) -> None:
@@ -100,23 +100,23 @@ def test_a_decoding_that_was_cut_leaves_nothing_that_is_taken_for_whole(data, tm
     real = decoding.decode
     monkeypatch.setattr(decoding, "decode", breaks)
     with pytest.raises(KeyboardInterrupt):
-        context(data, tmp_path / "store").tasks["eurosat"].samples("test")
+        context(data, tmp_path / "store").tasks["eurosat"].load_samples("test")
     assert not list((tmp_path / "store").glob("images/*/manifest.json"))
     monkeypatch.setattr(decoding, "decode", real)
-    whole = context(data, tmp_path / "store").tasks["eurosat"].samples("test")
-    fresh = context(data, tmp_path / "fresh").tasks["eurosat"].samples("test")
+    whole = context(data, tmp_path / "store").tasks["eurosat"].load_samples("test")
+    fresh = context(data, tmp_path / "fresh").tasks["eurosat"].load_samples("test")
     assert torch.equal(whole.images, fresh.images)
 
 
 def test_heads_are_kept_by_backbone_task_and_prompts(data, tmp_path, monkeypatch) -> None:
     glyphs = ["backbone=glyph_clip", f"sources.eurosat={data}/eurosat"]
-    first = context(data, tmp_path / "store", *glyphs).objective("eurosat").head
+    first = context(data, tmp_path / "store", *glyphs).make_objective("eurosat").head
     monkeypatch.setattr(OpenClip, "make_zero_shot_head", lambda *_: pytest.fail("made again"))
-    again = context(data, tmp_path / "store", *glyphs).objective("eurosat").head
+    again = context(data, tmp_path / "store", *glyphs).make_objective("eurosat").head
     assert torch.equal(first, again)
     other = context(data, tmp_path / "store", *glyphs, "suite.tasks.eurosat.prompts=photo")
     with pytest.raises(pytest.fail.Exception, match="made again"):
-        other.objective("eurosat")
+        other.make_objective("eurosat")
 
 
 @pytest.mark.parametrize("head", ["prototype", "linear_probe"])
@@ -128,11 +128,11 @@ def test_heads_from_images_classify_training_images_far_above_chance(head: str, 
             for part, size in (("train", 200), ("validation", 50), ("test", 60))
         ]
     )
-    objective = Run(cfg, tmp_path, choices).objective("digits")
-    model = OpenClip("glyph-clip", "asset:glyph_clip").model()
+    objective = Run(cfg, tmp_path, choices).make_objective("digits")
+    model = OpenClip("glyph-clip", "asset:glyph_clip").make_model()
     with torch.no_grad():
         found = objective.predict(model, "test", torch.arange(60))
-    labels = objective.task.samples("test").labels
+    labels = objective.task.load_samples("test").labels
     assert (found == labels).float().mean() > 0.5
     assert Run(cfg, tmp_path, choices).scoring_content("digits") == {"scoring": {"head": head}}
 
@@ -140,7 +140,7 @@ def test_heads_from_images_classify_training_images_far_above_chance(head: str, 
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_published_state_dicts_take_the_place_of_training(prefix: str, data, tmp_path) -> None:
     """As task arithmetic's and its successors' files are, once they are plain state dicts."""
-    state = OpenClip("glyph-clip", None, seed=5).model().state_dict()
+    state = OpenClip("glyph-clip", None, seed=5).make_model().state_dict()
     torch.save({prefix + name: tensor for name, tensor in state.items()}, tmp_path / "eurosat.pt")
     more = ["backbone=glyph_clip", f"experts={tmp_path}", "joint=false", "stage=[finetune,evaluate]"]
     cfg, choices = composed(overrides(data, tmp_path / "store", *more))
@@ -168,7 +168,7 @@ def test_experts_are_found_where_task_arithmetic_and_its_successors_leave_them(p
 
 
 def test_what_is_made_of_an_imported_expert_depends_on_data_head_and_finetuning(data, tmp_path) -> None:
-    torch.save(OpenClip("glyph-clip", None, seed=5).model().state_dict(), tmp_path / "eurosat.pt")
+    torch.save(OpenClip("glyph-clip", None, seed=5).make_model().state_dict(), tmp_path / "eurosat.pt")
     given = ["backbone=glyph_clip", f"experts={tmp_path}", "joint=false"]
 
     def fisher(*more: str) -> str:
@@ -206,7 +206,7 @@ def test_what_the_hubs_cache_holds_is_used_without_a_network(data, tmp_path, mon
     assert len(list_missing(cfg)[0]) == 2  # a shard is missing
     (tmp_path / "shard").rename(snapshot / "data" / "test-00001-of-00002.parquet")
     expert = _cached(tmp_path / "hub", "models", "tanganke/clip-vit-base-patch32_eurosat")
-    state = OpenClip("glyph-clip", None, seed=5).model().state_dict()
+    state = OpenClip("glyph-clip", None, seed=5).make_model().state_dict()
     vision = {n: t for n, t in to_transformers(state).items() if n.startswith("vision_model.")}
     save_file(vision, expert / "model.safetensors")
     assert list_missing(cfg) == ([], [])
@@ -341,7 +341,7 @@ sys.argv = ["mergekit_lab", "+experiment={experiment}", "run_dir={tmp_path}/run"
 runpy.run_module("mergekit_lab", run_name="__main__", alter_sys=True)
 """
     there = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = start_program(conf_dir().parent, code=lines, environment=there).wait()
+    done = start_program(find_conf_dir().parent, code=lines, environment=there).wait()
     assert done.returncode == 1
     return done.stderr
 

@@ -15,12 +15,12 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.reporting.published import read_protocols
 from mergekit_lab.runs.published import is_equal
 from mergekit_lab.schema.run import check
 
-EXPERIMENTS_DIR = conf_dir() / "experiment"
+EXPERIMENTS_DIR = find_conf_dir() / "experiment"
 PAPERS = ("saft_", "clip_saft", "flan_t5_glue_saft", "epimer_", "*mergopt*")
 EXPERIMENTS = [
     file.stem
@@ -46,7 +46,7 @@ def option(group: str, name: str | None) -> DictConfig | None:
     if name is None:
         return None
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+    with initialize_config_dir(str(find_conf_dir()), version_base="1.3"):
         return compose(f"{group}/{name}")[group]
 
 
@@ -56,7 +56,7 @@ def read_head(file) -> str:
     parts = [" ".join(line[2:] for line in text.splitlines() if line.startswith("# "))]
     for entry in yaml.safe_load(text).get("defaults", []):
         if isinstance(entry, str) and entry != "_self_":
-            folder = conf_dir() / "protocol" if entry.startswith("/protocol/") else file.parent
+            folder = find_conf_dir() / "protocol" if entry.startswith("/protocol/") else file.parent
             parts.append(read_head(folder / f"{entry.rpartition('/')[2]}.yaml"))
     return " ".join(parts)
 
@@ -196,7 +196,7 @@ def unmarked(name: str, files: Callable[[str], str]) -> set[str]:
 
 
 def read_file(name: str) -> str:
-    return (conf_dir() / name).read_text()
+    return (find_conf_dir() / name).read_text()
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_a_record_can_be_recomputed_from_the_stored_model(finished) -> None:
     record = next(r for r in read_records(folder / "records.jsonl") if r.merger == "tsvm" and r.task == "latin")
     model = open_checkpoint(store / "merged" / record.model_key)
     context.model.load_state_dict({name: model[name] for name in model})
-    assert score(context.model, context.objective("latin"), "test").value == pytest.approx(record.value)
+    assert score(context.model, context.make_objective("latin"), "test").value == pytest.approx(record.value)
 
 
 def test_a_second_run_finds_everything_and_says_the_same(finished, tmp_path, monkeypatch) -> None:
@@ -131,7 +131,7 @@ def test_a_merged_model_in_the_store_is_what_the_method_gives(finished) -> None:
     experts = [store / "experts" / r.model_key / "model.safetensors" for r in records if r.kind == "expert"]
     from mergekit_lab.backbones import OpenClip
 
-    base = OpenClip("glyph-clip", "asset:glyph_clip").model().state_dict()
+    base = OpenClip("glyph-clip", "asset:glyph_clip").make_model().state_dict()
     wanted = merge_state_dicts(base, experts, WeightAverage())
     stored = open_checkpoint(store / "merged" / key)
     assert all(torch.equal(stored[name], value) for name, value in wanted.items())
@@ -149,7 +149,7 @@ def test_a_compiled_model_scores_the_same_and_one_that_cannot_be_compiled_runs_a
     assert model is not run.model
     assert run.model_to_score("latin") is model
     run.model.load_state_dict({n: t + 0.01 for n, t in run.base_state.items()})
-    values = [score(each, run.objective("digits"), "test").predictions for each in (model, run.model)]
+    values = [score(each, run.make_objective("digits"), "test").predictions for each in (model, run.model)]
     assert values[0] == values[1]
 
     monkeypatch.setattr("torch.compile", lambda model, options: compiles(model, backend="no_such_backend"))

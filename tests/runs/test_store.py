@@ -174,7 +174,7 @@ def test_a_list_holds_nothing_that_a_terminal_would_obey(folder, caplog) -> None
 @pytest.mark.parametrize(
     ("overrides", "match"),
     [
-        (["store.action=export", "store.path=OUT"], "names 0 artifacts"),
+        (["store.action=export", "store.path=OUT"], "fits 0 artifacts"),
         (["store.action=export", "store.key=zz", "store.path=OUT"], "nothing in the store .* begins with 'zz'"),
         (["store.action=export", "store.key=KEY"], "needs store.path"),
         (["store.action=export", "store.key=KEY", "store.path=FULL"], "is not an empty folder"),
@@ -217,7 +217,7 @@ def test_an_exported_expert_of_a_language_model_loads_by_from_pretrained(tmp_pat
     language += [f"suite.tasks.{t}.{p}_size=8" for t in ("stories", "quantities") for p in ("train", "test")]
     cfg, _ = composed(language)
     backbone = Run(cfg, tmp_path, {"merger": None}).backbone
-    state = {name: tensor + 1 for name, tensor in backbone.model().state_dict().items()}
+    state = {name: tensor + 1 for name, tensor in backbone.make_model().state_dict().items()}
     content = put(tmp_path, run_of=language, task="stories", state=state)
     asked = ["store.action=export", f"store.key={make_key(content)}"]
     command(tmp_path, *asked, f"store.path={tmp_path}/out", run_of=language)

@@ -8,7 +8,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from mergekit_lab import InputError
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.schema.hydra_parts import check_hydra, guard_hydra
 
 BAD = "{_target_: mergekit_lab.store.files.discard, path: here}"
@@ -44,7 +44,7 @@ def test_its_own_parts_pass_and_every_composition_is_looked_at(monkeypatch) -> N
     given = ["+experiment=quickstart", "+hydra.callbacks.x._target_=shutil.rmtree"]
     GlobalHydra.instance().clear()
     with (
-        initialize_config_dir(str(conf_dir()), version_base="1.3"),
+        initialize_config_dir(str(find_conf_dir()), version_base="1.3"),
         pytest.raises(InputError, match="it must be a Callback of Hydra"),
     ):
         compose("main", given, return_hydra_config=True)

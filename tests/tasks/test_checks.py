@@ -26,7 +26,7 @@ def test_a_row_without_a_picture_is_named_and_counted(tmp_path: Path) -> None:
     for seed, part in enumerate(("train", "test")):
         write_parquet(tmp_path / f"{part}-0.parquet", [*pictures(10, 10, seed), (None, 0)])
     with pytest.raises(InputError, match=r"no images \(test-0.parquet, row 10\)"):
-        published("eurosat", tmp_path).samples("test")
+        published("eurosat", tmp_path).load_samples("test")
     assert check_task(published("eurosat", tmp_path)).parts["test"].corrupt == ["test-0.parquet, row 10"]
 
 
@@ -44,7 +44,7 @@ def test_a_parquet_file_that_is_broken_beyond_its_header_is_refused(tmp_path: Pa
         file.seek(20)
         file.write(b"\xff" * 2000)
     with pytest.raises(InputError, match=r"test-0.parquet is not a readable"):
-        published("eurosat", tmp_path).samples("test")
+        published("eurosat", tmp_path).load_samples("test")
 
 
 def test_a_copy_that_lacks_a_shard_is_refused(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_column_that_holds_no_bytes_is_refused(tmp_path: Path) -> None:
     for part in ("train", "test"):
         pq.write_table(pa.table({"image": ["a.png"], "label": [0]}), tmp_path / f"{part}-0.parquet")
     with pytest.raises(InputError, match="has string in its column 'image': expected the bytes of images"):
-        published("eurosat", tmp_path).samples("test")
+        published("eurosat", tmp_path).load_samples("test")
 
 
 def test_a_picture_beyond_pillows_limit_is_named_and_counted(tmp_path: Path, monkeypatch) -> None:
@@ -67,7 +67,7 @@ def test_a_picture_beyond_pillows_limit_is_named_and_counted(tmp_path: Path, mon
     write_parquet(tmp_path / "test-1.parquet", [(encoded(5, 200, 100), 0)])
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 9000)
     with pytest.raises(InputError, match=r"no images \(test-1.parquet, row 0\)"):
-        published("eurosat", tmp_path).samples("test")
+        published("eurosat", tmp_path).load_samples("test")
     found = check_task(published("eurosat", tmp_path))
     assert found.wrong == ["eurosat: 1 images of test cannot be decoded"]
 
@@ -76,17 +76,17 @@ def test_a_picture_beyond_pillows_limit_is_named_and_counted(tmp_path: Path, mon
 def test_pixels_of_fer2013_that_are_none_are_named_and_counted(pixels: str, tmp_path: Path) -> None:
     write_fer2013(tmp_path, f"0,{GREY},PublicTest", f"1,{pixels},PrivateTest")
     with pytest.raises(InputError, match=r"no images \(fer2013.csv, line 17\)"):
-        published("fer2013", tmp_path).samples("test")
+        published("fer2013", tmp_path).load_samples("test")
     assert check_task(published("fer2013", tmp_path)).parts["test"].corrupt == ["fer2013.csv, line 17"]
 
 
 def test_fer2013_without_a_column_or_a_number_is_refused(tmp_path: Path) -> None:
     write_fer2013(tmp_path, columns="emotion,pixels")
     with pytest.raises(InputError, match="has no column Usage; columns: emotion, pixels"):
-        published("fer2013", tmp_path).samples("test")
+        published("fer2013", tmp_path).load_samples("test")
     write_fer2013(tmp_path, f"glad,{GREY},PublicTest")
     with pytest.raises(InputError, match="line 16: the emotion is 'glad', not a class number"):
-        published("fer2013", tmp_path).samples("test")
+        published("fer2013", tmp_path).load_samples("test")
     assert "the emotion is 'glad'" in check_task(published("fer2013", tmp_path)).wrong[0]
 
 
@@ -107,7 +107,7 @@ def test_an_image_without_a_label_in_a_web_data_set_is_left_out(tmp_path: Path) 
         picture.write_bytes(encoded(3))
         with tarfile.open(tmp_path / part / "0.tar", "a") as archive:
             archive.add(picture, "more.jpg")
-    assert published("eurosat", tmp_path).labels("test")[0].tolist() == [i % 10 for i in range(12)]
+    assert published("eurosat", tmp_path).list_labels("test")[0].tolist() == [i % 10 for i in range(12)]
 
 
 def refusals(name: str, folder: Path) -> list[str]:

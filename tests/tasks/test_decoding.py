@@ -45,7 +45,7 @@ def test_a_pickle_in_a_data_set_is_refused_and_not_run(plant, tmp_path, monkeypa
     for part in ("train", "test"):
         plant(tmp_path / "data", part)
     with pytest.raises(InputError, match=r"not a readable|cannot be decoded|check_data"):
-        published("eurosat", tmp_path / "data").samples("test")
+        published("eurosat", tmp_path / "data").load_samples("test")
     assert not Path("exploded").exists()
 
 
@@ -64,7 +64,7 @@ def test_postscript_by_the_name_of_a_picture_starts_no_ghostscript(tmp_path, mon
         write_folders(tmp_path / "data" / part, pictures(20, 10, seed), names)
         (tmp_path / "data" / part / "1" / "odd.png").write_bytes(POSTSCRIPT)
     with pytest.raises(InputError, match=r"no images \(train/1/odd.png\)"):
-        published("eurosat", tmp_path / "data").samples("train")
+        published("eurosat", tmp_path / "data").load_samples("train")
     with pytest.raises(OSError, match="cannot identify"):
         decode(POSTSCRIPT)
     assert not (tmp_path / "started").exists()

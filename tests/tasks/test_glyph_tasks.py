@@ -68,12 +68,12 @@ def test_tasks_share_no_image():
     owners: dict[bytes, str] = {}
     for task in TASKS:
         for part in PARTS:
-            for found in digest_images(task.samples(part).images):
+            for found in digest_images(task.load_samples(part).images):
                 assert owners.setdefault(found, task.name) == task.name
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 def test_classes_are_balanced_in_every_part(task):
     for part in PARTS:
-        counts = task.samples(part).labels.bincount(minlength=len(task.classes))
+        counts = task.load_samples(part).labels.bincount(minlength=len(task.classes))
         assert counts.max() - counts.min() <= 1

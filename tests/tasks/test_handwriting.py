@@ -30,7 +30,7 @@ def test_the_seed_draws_the_parts():
 
 def test_asking_for_more_than_there_is_names_the_class():
     with pytest.raises(InputError, match="200 or more images of class 0, and there are 178"):
-        Digits(train_size=2000).samples("train")
+        Digits(train_size=2000).load_samples("train")
 
 
 @pytest.mark.parametrize(
@@ -41,10 +41,10 @@ def test_a_missing_package_names_the_extra_to_install(task, module, cached, monk
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(handwriting, cached, getattr(handwriting, cached).__wrapped__)
     with pytest.raises(InputError, match=r"pip install mergekit_lab\[demo\]"):
-        task.samples("train")
+        task.load_samples("train")
 
 
 def test_digits_fill_the_gray_scale():
-    images = Digits().samples("train").images
+    images = Digits().load_samples("train").images
     assert images.min() == 0
     assert images.max() == 255

@@ -21,11 +21,11 @@ from hydra.utils import get_class
 from PIL import Image
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.paths import conf_dir
+from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.tasks import HubImages, check_task
 from mergekit_lab.tasks.decoding import decode
 
-FILES = sorted((conf_dir() / "task" / "clip").glob("*.yaml"))
+FILES = sorted((find_conf_dir() / "task" / "clip").glob("*.yaml"))
 PUBLISHED_TEMPLATES = {
     **{"cars": 8, "dtd": 8, "eurosat": 3, "gtsrb": 3, "mnist": 1, "resisc45": 18, "sun397": 2, "svhn": 1},
     **{
@@ -64,7 +64,7 @@ def configured(file: Path, **changes: object) -> HubImages:
 
 
 def eurosat(**changes: object) -> HubImages:
-    return configured(conf_dir() / "task" / "clip" / "eurosat.yaml", **changes)
+    return configured(find_conf_dir() / "task" / "clip" / "eurosat.yaml", **changes)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -72,7 +72,7 @@ def test_a_task_file_states_every_field_and_its_names_are_published_with_a_licen
     content = yaml.safe_load(file.read_text())
     assert set(content) - {"_target_"} == {field.name for field in fields(HubImages)} - {"keep"}
     assert content["source"] == f"${{sources.{file.stem}}}"
-    assert file.stem in yaml.safe_load((conf_dir() / "main.yaml").read_text())["sources"]
+    assert file.stem in yaml.safe_load((find_conf_dir() / "main.yaml").read_text())["sources"]
     task = configured(file)
     assert task.name == file.stem
     assert len(set(task.classes)) == len(task.classes) == PUBLISHED_CLASSES[task.name]
@@ -85,7 +85,7 @@ def test_a_task_file_states_every_field_and_its_names_are_published_with_a_licen
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_task_reads_its_repositorys_layout(file: Path, tmp_path: Path) -> None:
     task = configured(file, source=str(write_repository(configured(file), tmp_path)))
-    train, validation, test = (task.samples(part) for part in ("train", "validation", "test"))
+    train, validation, test = (task.load_samples(part) for part in ("train", "validation", "test"))
     assert (len(train), len(validation), len(test)) == (SIZES["train"] - 2, 2, SIZES["test"])
     assert test.images.shape == (SIZES["test"], 3, 224, 224)
     assert test.labels.tolist() == [i % len(task.classes) for i in range(SIZES["test"])]
@@ -107,8 +107,10 @@ def test_layouts_of_the_same_pictures_are_the_same_task(repository: Path, tmp_pa
         write_folders(folders / part, rows, sorted(f"{i} {name}" for i, name in enumerate(parquet.classes)))
     assert eurosat(source=str(tars)).fingerprint() == parquet.fingerprint()
     other = eurosat(source=str(folders))
-    assert len(other.samples("test")) == SIZES["test"]
-    assert sorted(other.samples("test").labels.tolist()) == sorted(parquet.samples("test").labels.tolist())
+    assert len(other.load_samples("test")) == SIZES["test"]
+    assert sorted(other.load_samples("test").labels.tolist()) == sorted(
+        parquet.load_samples("test").labels.tolist()
+    )
 
 
 def test_labels_in_another_order_of_the_same_names_are_put_into_ours(repository: Path, tmp_path: Path) -> None:
@@ -119,7 +121,7 @@ def test_labels_in_another_order_of_the_same_names_are_put_into_ours(repository:
         names = [name.title().replace(" ", "_") for name in turned]
         write_parquet(tmp_path / "turned" / f"{part}-00000-of-00001.parquet", rows, names=names)
     theirs = eurosat(source=str(tmp_path / "turned"))
-    assert torch.equal(theirs.samples("test").labels, ours.samples("test").labels)
+    assert torch.equal(theirs.load_samples("test").labels, ours.load_samples("test").labels)
     assert theirs.fingerprint() == ours.fingerprint()
 
 
@@ -145,7 +147,7 @@ def test_evaluation_sees_what_pillow_resizes_and_cuts(repository: Path) -> None:
     )
     left, top = round((image.width - 224) / 2), round((image.height - 224) / 2)
     expected = np.asarray(image.crop((left, top, left + 224, top + 224))).transpose(2, 0, 1)
-    assert np.array_equal(task.samples("test").images[3].numpy(), expected)
+    assert np.array_equal(task.load_samples("test").images[3].numpy(), expected)
 
 
 def test_training_keeps_the_whole_picture_with_its_shorter_side_at_most_256(tmp_path: Path) -> None:
@@ -153,7 +155,7 @@ def test_training_keeps_the_whole_picture_with_its_shorter_side_at_most_256(tmp_
     rows = [(encoded(i, *size), i) for i, size in enumerate(sizes)] * 4
     write_parquet(tmp_path / "train-00000-of-00001.parquet", rows)
     write_parquet(tmp_path / "test-00000-of-00001.parquet", rows)
-    samples = eurosat(source=str(tmp_path)).samples("train")
+    samples = eurosat(source=str(tmp_path)).load_samples("train")
     packed = samples.pack(torch.arange(len(samples)))
     pixels, kept = packed.pad(), packed.sizes
     wanted = {0: [30, 40], 1: [256, 512], 2: [597, 256]}
@@ -183,9 +185,9 @@ def test_fer2013s_archive_is_read_and_its_labels_are_put_in_order(tmp_path: Path
     usage = ["Training"] * 14 + ["PublicTest"] * 4 + ["PrivateTest"] * 3
     lines = [f"{i % 7},{' '.join(map(str, gray[i]))},{usage[i]}" for i in range(21)]
     (tmp_path / "fer2013.csv").write_text("emotion,pixels,Usage\n" + "\n".join(lines) + "\n")
-    task = configured(conf_dir() / "task" / "clip" / "fer2013.yaml", source=str(tmp_path))
+    task = configured(find_conf_dir() / "task" / "clip" / "fer2013.yaml", source=str(tmp_path))
     assert (task.count("train") + task.count("validation"), task.count("test")) == (14, 7)
-    test = task.samples("test")
+    test = task.load_samples("test")
     shown = [task.classes[label] for label in test.labels.tolist()]
     assert shown == ["angry", "disgusted", "fearful", "happy", "sad", "surprised", "neutral"]
 
@@ -205,7 +207,7 @@ def test_the_check_names_corrupt_images_and_those_that_stand_in_two_parts(tmp_pa
     assert found.parts["test"].published == 2700
     assert found.parts["train"].published == 21600 - 1080
     with pytest.raises(InputError, match=r"test-00000-of-00001.parquet, row 2.*stage=check_data"):
-        task.samples("test")
+        task.load_samples("test")
 
 
 def test_a_run_is_warned_of_test_images_that_are_trained_on(tmp_path: Path, caplog) -> None:
@@ -242,22 +244,22 @@ def test_wrong_sources_are_refused_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"sources.eurosat is '/nowhere', which is neither a folder nor a hub id"
     ):
-        eurosat(source="/nowhere").samples("test")
+        eurosat(source="/nowhere").load_samples("test")
     (tmp_path / "train").mkdir()
     with pytest.raises(InputError, match=r"holds no part test of eurosat: expected parquet or tar files"):
-        eurosat(source=str(tmp_path)).samples("test")
+        eurosat(source=str(tmp_path)).load_samples("test")
     write_parquet(tmp_path / "a" / "train-0.parquet", pictures(2, 2), label="class")
     with pytest.raises(InputError, match=r"no column 'label' of labels; columns: class, image"):
-        eurosat(source=str(tmp_path / "a")).samples("train")
+        eurosat(source=str(tmp_path / "a")).load_samples("train")
     write_parquet(tmp_path / "b" / "train-0.parquet", pictures(40, 11))
     write_parquet(tmp_path / "b" / "test-0.parquet", pictures(40, 11))
     with pytest.raises(
         InputError, match=r"names 10 classes, but labels of 'train' span 0 … 10: is it another data"
     ):
-        eurosat(source=str(tmp_path / "b")).samples("test")
+        eurosat(source=str(tmp_path / "b")).load_samples("test")
     (tmp_path / "b" / "train-0.parquet").write_bytes(b"PAR1 cut")
     with pytest.raises(InputError, match=r"train-0.parquet is not a readable .*was the copy cut short"):
-        eurosat(source=str(tmp_path / "b")).samples("train")
+        eurosat(source=str(tmp_path / "b")).load_samples("train")
 
 
 def test_unknown_class_names_and_prompts_are_refused_with_the_nearest() -> None:

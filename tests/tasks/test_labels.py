@@ -31,8 +31,8 @@ def test_a_part_that_lacks_a_class_keeps_the_labels_of_the_others(layout, ours, 
     names = [name if ours else f"{number} {name}" for number, name in enumerate(classes)]
     write_named(tmp_path, layout, names, {"train": 7, "test": 3})
     task = published("eurosat", tmp_path)
-    assert sorted(task.samples("test").labels.tolist()) == sorted(2 * [0, 1, 2, 4, 5, 6, 7, 8, 9])
-    assert set(task.samples("train").labels.tolist()) == {0, 1, 2, 3, 4, 5, 6, 8, 9}
+    assert sorted(task.load_samples("test").labels.tolist()) == sorted(2 * [0, 1, 2, 4, 5, 6, 7, 8, 9])
+    assert set(task.load_samples("train").labels.tolist()) == {0, 1, 2, 3, 4, 5, 6, 8, 9}
     assert not check_task(task).wrong
 
 
@@ -47,7 +47,7 @@ def test_numbers_as_names_are_ordered_by_value(layout: str, tmp_path: Path) -> N
     else:
         write_named(tmp_path, layout, names, {"test": 42})
     task = published("gtsrb", tmp_path)
-    labels, _, chosen = task.labels("test")
+    labels, _, chosen = task.list_labels("test")
     if layout == "folders":
         shown = [int(task.rows["test"].name(row).split("/")[1]) for row in chosen]
     else:
@@ -61,14 +61,14 @@ def test_names_that_cannot_be_put_in_order_are_refused(layout: str, tmp_path: Pa
     names = [f"{number} land" for number in range(9)]
     write_named(tmp_path, layout, names, {})
     with pytest.raises(InputError, match=r"names 9 classes.* 10 class names \(0 land, 1 land"):
-        published("eurosat", tmp_path).samples("train")
+        published("eurosat", tmp_path).load_samples("train")
     assert "names 9 classes" in check_task(published("eurosat", tmp_path)).wrong[0]
 
 
 def test_names_in_order_of_which_one_is_ours_elsewhere_are_refused(tmp_path: Path) -> None:
     write_named(tmp_path, "folders", ["River", *(f"{number} land" for number in range(9))], {})
     with pytest.raises(InputError, match="names 10 classes"):
-        published("eurosat", tmp_path).samples("train")
+        published("eurosat", tmp_path).load_samples("train")
 
 
 def test_the_check_compares_the_names_of_every_part_and_fails_for_one_that_is_ours_elsewhere(tmp_path) -> None:
@@ -85,7 +85,7 @@ def test_parts_that_number_the_same_names_otherwise_are_refused(tmp_path: Path) 
     write_parquet(tmp_path / PART.format("train"), pictures(20, 10), names=names)
     write_parquet(tmp_path / PART.format("test"), pictures(10, 10, 1), names=names[::-1])
     with pytest.raises(InputError, match="different numbers"):
-        published("eurosat", tmp_path).samples("train")
+        published("eurosat", tmp_path).load_samples("train")
 
 
 def test_labels_below_0_are_refused_and_reported(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_labels_below_0_are_refused_and_reported(tmp_path: Path) -> None:
     unlabeled = [(picture, -1) for picture, _ in pictures(6, 10, 1)]
     write_parquet(tmp_path / PART.format("test"), unlabeled, names=names)
     with pytest.raises(InputError, match=r"6 of 6 labels of 'test' are below 0 .*without labels"):
-        published("eurosat", tmp_path).samples("test")
+        published("eurosat", tmp_path).load_samples("test")
     found = check_task(published("eurosat", tmp_path))
     assert "6 of 6 labels of 'test' are below 0" in found.wrong[0]
 
@@ -105,4 +105,4 @@ def test_labels_that_are_none_name_their_row(label: object, said: str, tmp_path:
     for part in ("train", "test"):
         write_parquet(tmp_path / PART.format(part), [*rows, (rows[0][0], label)])
     with pytest.raises(InputError, match=rf"train-00000-of-00001.parquet, row 6 has the {said}"):
-        published("eurosat", tmp_path).samples("train")
+        published("eurosat", tmp_path).load_samples("train")

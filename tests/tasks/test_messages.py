@@ -9,9 +9,9 @@ from mergekit_lab.tasks import PARTS, Messages
 def test_answers_are_chosen_and_parts_share_no_message(kind: str, choices: int) -> None:
     task = Messages(name=kind, kind=kind)
     assert len(task.choices or ()) == choices
-    prompts = [prompt for part in PARTS for prompt in task.samples(part).prompts]
+    prompts = [prompt for part in PARTS for prompt in task.load_samples(part).prompts]
     assert len(prompts) == len(set(prompts)) == 400 + 60 + 120
-    answers = task.samples("test").answers
+    answers = task.load_samples("test").answers
     assert all(answers.count(choice) > len(answers) / choices / 2 for choice in task.choices or ())
     assert Messages(name=kind, kind=kind).fingerprint() == task.fingerprint()
     assert Messages(name=kind, kind=kind, seed=1).fingerprint() != task.fingerprint()

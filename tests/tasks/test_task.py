@@ -31,23 +31,23 @@ class Brightness(ImageTask):
 
 
 def test_a_part_is_built_once_for_equal_tasks():
-    assert Brightness().samples("train") is Brightness().samples("train")
-    assert Brightness().samples("train") is not Brightness(size=4).samples("train")
+    assert Brightness().load_samples("train") is Brightness().load_samples("train")
+    assert Brightness().load_samples("train") is not Brightness(size=4).load_samples("train")
 
 
 def test_an_unknown_part_is_refused_with_the_nearest_name():
     with pytest.raises(InputError, match=r"no part 'tests'; did you mean 'test'"):
-        Brightness().samples("tests")  # type: ignore[arg-type]
+        Brightness().load_samples("tests")  # type: ignore[arg-type]
 
 
 def test_labels_beyond_the_class_names_are_refused():
     with pytest.raises(InputError, match=r"names 2 classes, but labels of 'train' span 1 … 2"):
-        Brightness(shift=1).samples("train")
+        Brightness(shift=1).load_samples("train")
 
 
 def test_an_empty_part_is_refused():
     with pytest.raises(InputError, match="empty part 'test'"):
-        Brightness(size=0).samples("test")
+        Brightness(size=0).load_samples("test")
 
 
 @pytest.mark.parametrize(

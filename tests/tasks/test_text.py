@@ -48,7 +48,7 @@ def task(folder, **options):
 def test_every_kind_of_table_gives_the_same_task(kind, tmp_path) -> None:
     made = task(write(tmp_path / "data", kind))
     assert made.fingerprint() == task(write(tmp_path / "other", ".jsonl")).fingerprint()
-    samples = made.samples("test")
+    samples = made.load_samples("test")
     assert len(samples) == 5
     for prompt, answer in zip(samples.prompts, samples.answers, strict=True):
         assert answer == ("yes" if int(prompt.split()[2]) % 2 else "no")
@@ -56,23 +56,26 @@ def test_every_kind_of_table_gives_the_same_task(kind, tmp_path) -> None:
 
 def test_parts_from_one_table_share_no_row_and_leave_none_out(tmp_path) -> None:
     made = task(write(tmp_path / "data", ".jsonl"))
-    parts = {part: set(made.samples(part).prompts) for part in PARTS}
+    parts = {part: set(made.load_samples(part).prompts) for part in PARTS}
     assert {part: len(rows) for part, rows in parts.items()} == {"train": 11, "validation": 4, "test": 5}
     assert len(set.union(*parts.values())) == 20
-    assert set(task(tmp_path / "data", seed=1).samples("test").prompts) != parts["test"]
+    assert set(task(tmp_path / "data", seed=1).load_samples("test").prompts) != parts["test"]
     few = task(tmp_path / "data", sizes={"validation": 4, "test": 5, "train": 3})
-    assert len(few.samples("train")) == 3
+    assert len(few.load_samples("train")) == 3
 
 
 def test_a_relative_source_is_looked_for_where_data_is(tmp_path, monkeypatch) -> None:
     write(tmp_path / "mine", ".jsonl")
     monkeypatch.setenv("MERGEKIT_LAB_DATA", str(tmp_path))
-    assert len(task("mine").samples("validation")) == 4
+    assert len(task("mine").load_samples("validation")) == 4
 
 
 def test_labels_may_be_numbers_as_yaml_reads_them(tmp_path) -> None:
     made = task(write(tmp_path / "data", ".jsonl"))
-    assert replace(made, labels={0: "no", 1: "yes"}).samples("test").answers == made.samples("test").answers
+    assert (
+        replace(made, labels={0: "no", 1: "yes"}).load_samples("test").answers
+        == made.load_samples("test").answers
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,14 +83,14 @@ def test_labels_may_be_numbers_as_yaml_reads_them(tmp_path) -> None:
     [
         ({"prompt": "{txt}"}, r"template '\{txt\}' names 'txt'; did you mean 'text'"),
         ({"labels": {"0": "no"}}, "labels has no word for '1'"),
-        ({"choices": ("no", "maybe")}, r"answers that are no choice \(yes\)"),
+        ({"choices": ("no", "maybe")}, r"not among the choices \(yes\)"),
         ({"metric": "rougel"}, "metric is 'rougel'; did you mean 'rouge_l'"),
         ({"choices": ("no", "no")}, "two or more, all different"),
         ({"parts": {"trian": "x"}}, "parts names 'trian'; did you mean 'train'"),
         ({"sizes": {"validation": 4}}, "sizes.test must say how many"),
         ({"source": "nowhere"}, "nowhere has no train.jsonl"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"prompt": "{text"}, r"prompt is '\{text', which is no template"),
+        ({"prompt": "{text"}, r"prompt is '\{text', which is not a template"),
         ({"prompt": "{text:.1f}"}, r"the template '\{text:.1f\}' does not fit a row: .*'text': 'text "),
     ],
 )
@@ -98,7 +101,7 @@ def test_what_does_not_fit_is_named_with_the_way_out(options, match, tmp_path) -
             "labels": {"0": "no", "1": "yes"}, "parts": dict.fromkeys(PARTS, "train"),
             "sizes": {"validation": 4, "test": 5}}  # fmt: skip
     with pytest.raises(InputError, match=match):
-        TextFile(**base | options).samples("train")
+        TextFile(**base | options).load_samples("train")
 
 
 @pytest.mark.parametrize(
@@ -116,12 +119,12 @@ def test_what_does_not_fit_is_named_with_the_way_out(options, match, tmp_path) -
 def test_rows_that_are_not_whole_are_refused_by_name(kind, text, match, tmp_path) -> None:
     (tmp_path / f"train{kind}").write_text(text)
     with pytest.raises(InputError, match=match):
-        TextFile(name="t", source=str(tmp_path), prompt="{text}", answer="{label}").samples("train")
+        TextFile(name="t", source=str(tmp_path), prompt="{text}", answer="{label}").load_samples("train")
 
 
 def test_a_byte_order_mark_is_no_part_of_a_columns_name(tmp_path) -> None:
     (tmp_path / "train.csv").write_text("prompt,answer\na,b\n", encoding="utf-8-sig")
-    assert TextFile(name="t", source=str(tmp_path)).samples("train").prompts == ("a",)
+    assert TextFile(name="t", source=str(tmp_path)).load_samples("train").prompts == ("a",)
 
 
 def test_prompts_that_two_parts_share_are_told_of(tmp_path, caplog) -> None:
@@ -143,18 +146,18 @@ def test_the_hub_out_of_reach_is_said_with_what_to_do(monkeypatch) -> None:
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(InputError, match=r"cannot get train of hub:nyu-mll/glue/rte: no route.*run once with"):
-        TextFile(name="rte", source="hub:nyu-mll/glue/rte").samples("train")
+        TextFile(name="rte", source="hub:nyu-mll/glue/rte").load_samples("train")
 
 
 @pytest.mark.parametrize("kind", ["stories", "quantities"])
 def test_word_problems_are_different_in_every_part_and_answered_right(kind) -> None:
     made = WordProblems(name=kind, kind=kind, train_size=300, validation_size=40, test_size=50)
-    parts = [made.samples(part) for part in PARTS]
+    parts = [made.load_samples(part) for part in PARTS]
     prompts = [p for part in parts for p in part.prompts]
     assert len(set(prompts)) == len(prompts) == 390
     assert (
-        made.samples("test").prompts[:40]
-        == WordProblems(name=kind, kind=kind, test_size=40).samples("test").prompts
+        made.load_samples("test").prompts[:40]
+        == WordProblems(name=kind, kind=kind, test_size=40).load_samples("test").prompts
     )
     for part in parts:
         assert all(answer.isdigit() for answer in part.answers)
@@ -173,7 +176,7 @@ def test_word_problems_are_different_in_every_part_and_answered_right(kind) -> N
 
 def test_too_many_problems_are_refused() -> None:
     with pytest.raises(InputError, match="lower its sizes"):
-        WordProblems(name="q", kind="quantities", test_size=10, train_size=10**6).samples("train")
+        WordProblems(name="q", kind="quantities", test_size=10, train_size=10**6).load_samples("train")
 
 
 def packages(folder):

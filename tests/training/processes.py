@@ -74,9 +74,15 @@ def train_language(kind: str, models: Path, resume: Path, **trainer: Any) -> dic
         steps=4, batch_size=8, lr=0.1, weight_decay=0.0, validations=1, accumulate=2, keep="last"
     )
     options = {"accelerator": "cpu", "enable_progress_bar": False, **trainer}
-    objective = backbone.objective(Colors(size=8))
+    objective = backbone.make_objective(Colors(size=8))
     done = finetune(
-        backbone.model(), {"colors": objective}, optimizer, settings, seed=0, resume=resume, trainer=options
+        backbone.make_model(),
+        {"colors": objective},
+        optimizer,
+        settings,
+        seed=0,
+        resume=resume,
+        trainer=options,
     )
     return None if done is None else {"state": done.state, "value": done.val_accuracy}
 

@@ -58,7 +58,7 @@ def train(make_optimizer, head, replays: bool, steps: int = 14):
         optimizer.param_groups[0]["lr"].fill_(0.01 / (1 + number))
         size = 4 if number % 5 == 4 else 8
         index = torch.arange(number, number + size)
-        losses.append(float(make({"task": objective.training_batch(index)})))
+        losses.append(float(make({"task": objective.make_training_batch(index)})))
     return losses, model.state_dict(), optimizer.state_dict()
 
 
@@ -129,7 +129,7 @@ def test_a_step_that_fails_to_be_recorded_runs_as_written(head, card, caplog) ->
         return loss
 
     replay = captured.Replay(step, optimizer, CPU)
-    batch = {"task": tiny_objective(head).training_batch(torch.arange(8))}
+    batch = {"task": tiny_objective(head).make_training_batch(torch.arange(8))}
     for _ in range(4):
         replay(batch)
     assert optimizer.steps_done == 4

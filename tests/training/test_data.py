@@ -21,7 +21,7 @@ def flat(batches, task: str = "a") -> torch.Tensor:
 
 def test_every_pass_shows_every_image_once_in_a_new_order() -> None:
     objective = data(12)
-    split = objective.task.samples("train")
+    split = objective.task.load_samples("train")
     seen = flat(StepBatches({"a": objective}, batch_size=4, steps=6, seed=0))
     everything = split.images.flatten(1).float().mean(1).sort().values
     assert torch.equal(seen[:12].sort().values, everything)
@@ -44,13 +44,13 @@ def test_the_seed_decides_the_order() -> None:
 
 def test_processes_share_one_batch_without_overlap() -> None:
     split = {"a": data(16)}
-    one = StepBatches(split, 8, 1, seed=0).batch(0)["a"][0]
-    parts = [StepBatches(split, 8, 1, seed=0, rank=r, world=2).batch(0)["a"][0] for r in range(2)]
+    one = StepBatches(split, 8, 1, seed=0).make_batch(0)["a"][0]
+    parts = [StepBatches(split, 8, 1, seed=0, rank=r, world=2).make_batch(0)["a"][0] for r in range(2)]
     assert torch.equal(torch.stack(parts, dim=1).flatten(0, 1), one)
 
 
 def test_joint_batches_hold_equal_shares_of_each_task() -> None:
-    batch = StepBatches({"a": data(9), "b": data(30)}, 10, 4, seed=0).batch(2)
+    batch = StepBatches({"a": data(9), "b": data(30)}, 10, 4, seed=0).make_batch(2)
     assert [len(labels) for _, labels in batch.values()] == [5, 5]
 
 
@@ -59,7 +59,7 @@ class Sized(ImageObjective):
 
     known = torch.randint(1, 200, (403,), generator=torch.Generator().manual_seed(0))
 
-    def lengths(self, part):
+    def measure_lengths(self, part):
         return self.known
 
 

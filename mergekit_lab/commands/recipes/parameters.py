@@ -21,7 +21,7 @@ from mergekit_lab.commands.recipes.methods import (
     is_per_model,
     make_method,
 )
-from mergekit_lab.errors import InputError, abbreviate, listing
+from mergekit_lab.errors import InputError, abbreviate, join_names
 from mergekit_lab.ranges import FLOAT32_MAX, require
 
 
@@ -78,7 +78,7 @@ class RecipeParameters:
             ]
             lacking = [m for m, v in zip(self.models, by_model[key], strict=True) if v is REQUIRED]
             if lacking:
-                raise InputError(f"the recipe gives no {key} to {listing(lacking)} for {name}")
+                raise InputError(f"the recipe gives no {key} to {join_names(lacking)} for {name}")
             for value in by_model[key]:
                 check_parameter(self.merge_method, key, value, name)
         lost = [key for key, value in shared.items() if value is REQUIRED]

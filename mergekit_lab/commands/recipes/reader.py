@@ -26,7 +26,7 @@ from mergekit_lab.commands.recipes.methods import (
 )
 from mergekit_lab.commands.recipes.parameters import LayerSlice, RecipeParameters
 from mergekit_lab.commands.recipes.recipe import Recipe
-from mergekit_lab.errors import InputError, abbreviate, listing, suggestion
+from mergekit_lab.errors import InputError, abbreviate, join_names, suggest
 from mergekit_lab.ranges import require, require_whole
 from mergekit_lab.yaml_files import make_values, read_yaml_text
 
@@ -92,13 +92,15 @@ def _read_stages(
     needs = {name: _RecipeReader(document, str(file), sources).list_used() for name, document in named.items()}
     last = [name for name in named if not any(name in others for others in needs.values())]
     if len(last) != 1:
-        ends = f"{listing(last)} are used by no other" if last else "they use each other in a circle"
+        ends = f"{join_names(last)} are used by no other" if last else "they use each other in a circle"
         raise InputError(f"{file}: of several documents one must be the result, and {ends}")
     done: dict[str, Recipe] = {}
     while len(done) < len(named):
         ready = [name for name in named if name not in done and needs[name] <= done.keys()]
         if not ready:
-            raise InputError(f"{file}: documents use each other in a circle ({listing(named.keys() - done)})")
+            raise InputError(
+                f"{file}: documents use each other in a circle ({join_names(named.keys() - done)})"
+            )
         for name in ready:
             made = {n: r.base if folder is None else str(folder / n) for n, r in done.items()}
             done[name] = _RecipeReader(named[name], str(file), made).read_recipe(text, seed)
@@ -135,7 +137,7 @@ class _RecipeReader:
         self.unused: set[str] = set()
         method = content["merge_method"]
         if not isinstance(method, str) or method not in DEFAULTS:
-            self.refuse(f"merge_method {abbreviate(method)}", suggestion(str(method)[:100], DEFAULTS))
+            self.refuse(f"merge_method {abbreviate(method)}", suggest(str(method)[:100], DEFAULTS))
         self.merge_method = method
         self.content = self.check_keys(self._flatten(content), _TOP | _IDLE, "the recipe")
         if ("models" in self.content) == ("slices" in self.content):
@@ -165,7 +167,7 @@ class _RecipeReader:
         given = {key: value for key, value in node.items() if value is not None}
         for key in given:
             if key not in keys:
-                self.refuse(f"the key {abbreviate(key)} of {what}", suggestion(str(key), keys))
+                self.refuse(f"the key {abbreviate(key)} of {what}", suggest(str(key), keys))
         return given
 
     def read_parameters(self, node: Mapping[str, Any], what: str) -> Mapping[str, Any]:
@@ -203,13 +205,13 @@ class _RecipeReader:
             lengths = {source.stop - source.first for source in sources}
             if len(lengths) > 1 or min(lengths, default=1) < 1:
                 raise InputError(
-                    f"{self.where}: the sources of a slice have {listing(map(str, lengths))} layers"
+                    f"{self.where}: the sources of a slice have {join_names(map(str, lengths))} layers"
                 )
             slices.append(_Slice(own, sources, self.read_parameters(node, "a slice")))
         return slices
 
     def read_layer_range(self, node: Mapping[str, Any]) -> tuple[int, int]:
-        given = node.get("layer_range")
+        given: Any = node.get("layer_range")
         right = isinstance(given, list) and len(given) == 2 and all(str(n).isdecimal() for n in given)
         require(right, f"{self.where}: layer_range", given, "two layers' numbers")
         return int(given[0]), int(given[1])
@@ -437,7 +439,7 @@ class _RecipeReader:
             keys = {"zero": {"kind"}, "model_token": {"kind", "model", "token", "token_id"}}
             if source["kind"] not in ("zero", "model_token"):
                 self.refuse(
-                    f"the kind {abbreviate(source['kind'])} of {what}", suggestion(str(source["kind"]), keys)
+                    f"the kind {abbreviate(source['kind'])} of {what}", suggest(str(source["kind"]), keys)
                 )
             source = self.check_keys(source, keys[source["kind"]], f"the source of {what}")
             if source["kind"] == "zero":

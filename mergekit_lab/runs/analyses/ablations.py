@@ -47,8 +47,8 @@ class FisherFraction(Sweep):
     def __post_init__(self) -> None:
         if self.part == "test" and len(self.coefficients) > 1:
             raise InputError(
-                "analysis.coefficients has several, and analysis.part=test: no coefficient may be chosen on "
-                "test; set one coefficient, or part=validation"
+                "analysis.part=test takes one coefficient, because none may be chosen on test data: set one "
+                "in analysis.coefficients, or analysis.part=validation"
             )
 
     def _list_labels(self, run: Run) -> list[str]:

@@ -51,7 +51,7 @@ class ExpertCloud(Analysis):
 
     def content(self, run: Run) -> dict[str, Any]:
         if len(run.tasks) < 3:
-            raise InputError("a plane through the cloud of experts needs three of them")
+            raise InputError("analysis=cloud needs at least three experts")
         return {
             "analysis": "cloud",
             "points": self.points,

@@ -18,7 +18,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from mergekit_lab.analysis.plane import Sample
-from mergekit_lab.errors import InputError, listing, suggestion
+from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.kept_results import Cell, keep_results
 from mergekit_lab.reporting.figures import Panel, Plane
 from mergekit_lab.runs.finetune import expert_node
@@ -76,7 +76,7 @@ def subtract(end: Tensor, start: Tensor) -> Tensor:
 
 def sample(run: Run, task: str, part: Part, samples: int | None) -> Sample:
     """The first `samples` samples of a part of a task, of the run's shuffle."""
-    objective = run.objective(task)
+    objective = run.make_objective(task)
     order = torch.randperm(objective.task.count(part), generator=torch.Generator().manual_seed(run.seed))
     return Sample(objective, part, order[:samples])
 
@@ -107,7 +107,7 @@ def check_tasks(run: Run, names: Iterable[str], what: str) -> None:
     """Refuse a name that is no task of the run."""
     for name in names:
         if name not in run.tasks:
-            raise InputError(f"{what} names {name!r}, which is no task{suggestion(name, run.tasks)}")
+            raise InputError(f"{what} names {name!r}, which is not a task{suggest(name, run.tasks)}")
 
 
 def choose_pairs(run: Run, pairs: list[list[str]] | None, *, default: int | None) -> list[tuple[str, str]]:
@@ -135,7 +135,7 @@ def make_grid(low: float, high: float, points: int) -> list[float]:
     """
     if points < 2 or not (low < high and math.isfinite(high - low)):
         raise InputError(
-            f"a grid from {low} to {high} with {points} points: it needs low < high, and two or more"
+            f"a grid from {low} to {high} with {points} points: it needs low < high, and two points or more"
         )
     return [low + (high - low) * i / (points - 1) for i in range(points)]
 
@@ -164,7 +164,7 @@ def normalize_mean(
 def without(left_out: Iterable[str]) -> str:
     """What a title adds for tasks that `normalized` leaves out."""
     names = sorted(set(left_out))
-    return f", without {listing(names)} (experts at 0)" if names else ""
+    return f", without {join_names(names)} (experts at 0)" if names else ""
 
 
 def make_plane_panel(

@@ -207,7 +207,9 @@ class HessianPath(Analysis):
     def _point(self, run: Run, task: str) -> Data:
         chosen = sample(run, task, "train", self.samples)
         objective = chosen.objective
-        batches = [to_device(objective.batch("train", index), run.device) for index in chosen.index.split(64)]
+        batches = [
+            to_device(objective.make_batch("train", index), run.device) for index in chosen.index.split(64)
+        ]
         hessian = Hessian(objective.with_head(run.model), batches, causal=objective.causal)
         top = top_eigenvalues(
             hessian, hessian.draw_vector(run.seed), iterations=self.iterations, tolerance=self.tolerance

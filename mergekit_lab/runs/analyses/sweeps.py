@@ -13,7 +13,7 @@ import torch
 from annotated_types import Ge, MinLen
 
 from mergekit_lab.analysis.plane import Weights, evaluate_line
-from mergekit_lab.errors import InputError, suggestion
+from mergekit_lab.errors import InputError, suggest
 from mergekit_lab.merging import EpiMer, Method
 from mergekit_lab.reporting.figures import Lines
 from mergekit_lab.runs.analyses.contract import (
@@ -287,8 +287,8 @@ class CurvatureGain(Analysis):
             raise InputError("no merger of this run is an EpiMer: set merger=epimer")
         label = self.merger or next(iter(known))
         if label not in known:
-            near = suggestion(label, known)
-            raise InputError(f"analysis.merger is {label!r}, which is no EpiMer of this run{near}")
+            near = suggest(label, known)
+            raise InputError(f"analysis.merger is {label!r}, which is not an EpiMer of this run{near}")
         return known[label]
 
     def content(self, run: Run) -> dict[str, Any]:
