@@ -38,7 +38,7 @@ def test_the_demo_shows_experts_above_every_merger_above_zero_shot(tmp_path: Pat
     assert all(mean["experts"] > mean[merger] > mean["zero-shot"] for merger in MERGERS)
     assert mean["experts"] > 0.9
 
-    assert "evaluations were found in the store" in again
+    assert "evaluations were found in" in again
     assert "were computed" not in again
     assert all(record.reused for record in read_records(tmp_path / "second/records.jsonl"))
     assert len(list((tmp_path / "store/experts").iterdir())) == 4

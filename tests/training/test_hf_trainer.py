@@ -204,9 +204,7 @@ def test_two_evaluations_are_refused_before_the_first_step(tmp_path) -> None:
     start = problem.weights()
     optimizer = SAM(problem.model.named_parameters(), base=ADAMW)
     run = trainer(WithLoss(problem), rows(problem), optimizer, tmp_path)
-    with pytest.raises(
-        InputError, match=r"SAM evaluates 2 times per step, but transformers' Trainer evaluates once"
-    ):
+    with pytest.raises(InputError, match=r"SAM evaluates 2 times.*Trainer"):
         run.train()
     assert_equal_bits(problem.weights(), start)
 
@@ -219,7 +217,7 @@ def test_accumulation_is_refused_behind_accelerate_s_wrapper_too() -> None:
     _, wrapped = Accelerator(cpu=True).prepare(problem.model, optimizer)
     assert gradient_evaluations(wrapped) == 2
     refuse_accumulation(wrapped, 1)
-    with pytest.raises(InputError, match=r"SAM evaluates its batch 2 times.*the last of 3 accumulated"):
+    with pytest.raises(InputError, match=r"SAM.*batch 2 times.*of 3 accumulated"):
         refuse_accumulation(wrapped, 3)
 
 
