@@ -10,9 +10,10 @@ from mergekit_lab.reporting import read_records
 MERGERS = {"average", "task_arithmetic", "ties", "dare", "fisher", "tsvm", "epimer"}
 
 _SHORTER = (
-    *("progress=false", "training.steps=60", "search.coefficients=[0.7,1.4]"),
-    *(f"suite.tasks.{task}.validation_size=200" for task in ("digits", "mnist", "latin", "style")),
-    *(f"suite.tasks.{task}.test_size=400" for task in ("digits", "mnist", "latin", "style")),
+    *("progress=false", "search.coefficients=[0.7,1.4]"),
+    *("training.steps=60", "training.batch_size=32", "training.validations=1"),
+    *(f"suite.tasks.{task}.validation_size=100" for task in ("digits", "mnist", "latin", "style")),
+    *(f"suite.tasks.{task}.test_size=200" for task in ("digits", "mnist", "latin", "style")),
 )
 """Enough for the order of the rows."""
 
