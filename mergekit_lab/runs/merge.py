@@ -136,7 +136,7 @@ def _merge(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
     if merger.searched and alpha is not None:
         method = method.at(alpha)
     if is_learned(merger):
-        learned = run.need(coefficients_node(run, merger.label)).file(COEFFICIENTS)
+        learned = run.need(coefficients_node(run, merger.label)).find_file(COEFFICIENTS)
         method = AdaMerging(weights=json.loads(learned.read_text()))
     notes: dict[str, dict[str, object]] = {}
     if run.device.type == "cuda":

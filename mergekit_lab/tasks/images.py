@@ -171,7 +171,7 @@ class HubImages(ImageTask):
 
     def find_missing(self) -> str | None:
         """Where the data would come from, for messages; None if it is here."""
-        if self.folder() is not None:
+        if self.find_folder() is not None:
             return None
         setting = f"sources.{self.name}=FOLDER" + (f" or {self.root}/{self.name}" if self.root else "")
         hub = f"data set {self._repository} of the hub, or " if self._repository else ""

@@ -146,10 +146,10 @@ def test_bad_inputs_are_named() -> None:
     base, experts = models(2)
     with pytest.raises(InputError, match="rank is 0"):
         measure(base, experts, rank=0)
-    with pytest.raises(InputError, match=r"e1 has no tensor 'a.weight' of shape \[12, 20\]"):
+    with pytest.raises(InputError, match=r"e1.*'a.weight'.*\[12, 20\]"):
         measure(base, experts, {"e0": random(1), "e1": {}})
     experts["e1"]["conv"][0] = float("nan")
-    with pytest.raises(InputError, match="tensor 'conv' of e1 holds 12 NaN"):
+    with pytest.raises(InputError, match=r"'conv'.*e1 holds 12 NaN"):
         measure(base, experts)
 
 

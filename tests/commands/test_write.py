@@ -77,7 +77,7 @@ def test_an_upload_that_fails_leaves_the_adapter_and_says_how_to_repeat(models, 
     pair = (models / "base", models / "expert")
     with (
         serving(root, tmp_path / "cache", monkeypatch, full=True),
-        pytest.raises(InputError, match=r"out is finished, and its upload to me/lora failed .*507") as failed,
+        pytest.raises(InputError, match=r"me/lora.*507") as failed,
     ):
         mergekit_lab.extract(*pair, out, rank=2, push_to="me/lora", push_private=False)
     assert (out / "adapter_model.safetensors").is_file()
@@ -97,10 +97,10 @@ def test_an_upload_that_fails_leaves_the_adapter_and_says_how_to_repeat(models, 
 @pytest.mark.parametrize(
     ("repo", "token", "message"),
     [
-        ("merged", TOKEN, "it must be a repository of the hub, org/name"),
-        ("me/merged@v1", TOKEN, "it must be a repository of the hub, org/name"),
-        ("me/merged", None, "needs a token of the hub: run `hf auth login`"),
-        ("me/merged", TOKEN, "the hub cannot be reached .HF_HUB_OFFLINE is set"),
+        ("merged", TOKEN, "of the hub, org/name"),
+        ("me/merged@v1", TOKEN, "of the hub, org/name"),
+        ("me/merged", None, "`hf.*login`"),
+        ("me/merged", TOKEN, ".HF_HUB_OFFLINE"),
     ],
 )
 def test_a_push_that_cannot_be_is_refused_before_any_work(repo, token, message, monkeypatch) -> None:

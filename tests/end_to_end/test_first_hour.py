@@ -110,9 +110,7 @@ def test_warm_up_is_a_share_of_the_steps_whatever_their_number() -> None:
     assert (
         whole.describe_content() == TrainingSettings(**{**vars(whole), "warmup_steps": 0.1}).describe_content()
     )
-    with pytest.raises(
-        InputError, match=r"must be a share, 0.0 to 1.0, or a whole number in \[0, training.steps = 10\]"
-    ):
+    with pytest.raises(InputError, match=r"0.0.*1.0,.*\[0, training.steps = 10\]"):
         TrainingSettings(steps=10, batch_size=1, lr=1.0, weight_decay=0.0, warmup_steps=500)
 
 

@@ -132,5 +132,5 @@ def test_cma_es_says_what_it_lacks(monkeypatch) -> None:
     with pytest.raises(InputError, match="at least two weights"):
         search_cma_es(1, {"a": 1.0}, near_optimum, turns=range(3))
     monkeypatch.setitem(sys.modules, "cmaes", None)
-    with pytest.raises(InputError, match=r"needs optuna and cmaes .*pip install 'mergekit_lab\[evolve\]'"):
+    with pytest.raises(InputError, match=r"'mergekit_lab\[evolve\]'"):
         search_cma_es(2, {"a": 1.0}, near_optimum, turns=range(3))

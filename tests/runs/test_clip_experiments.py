@@ -185,7 +185,7 @@ def test_a_tables_experiments_reach_its_rows_and_train_no_others() -> None:
 def test_a_figure_composes_with_the_model_that_ships(name: str) -> None:
     lines = (find_conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()
     assert lines[2] == f"# Command:  python -m mergekit_lab +experiment={name}"
-    assert "# Shipped data:  backbone=glyph_clip suite=glyphs8, in minutes." in lines
+    assert "Shipped data:  backbone=glyph_clip suite=glyphs8" in lines
     cfg, choices = composed([f"+experiment={name}", "backbone=glyph_clip", "suite=glyphs8"])
     check(cfg)
     assert choices["shipped"] == cfg.shipped
@@ -265,9 +265,7 @@ def test_searched_fields_are_open_and_checked_before_any_work(tmp_path: Path) ->
         {"density": 0.3},
         {"density": 0.2},
     ]
-    with pytest.raises(
-        InputError, match=r"search.fields.densty: no merging method has it; did you mean 'density'"
-    ):
+    with pytest.raises(InputError, match=r"search.fields.densty.*'density'"):
         made("{densty: [0.3]}")
     with pytest.raises(InputError, match="density"):
         made("{density: [0.5, 7]}")

@@ -100,7 +100,7 @@ def test_a_replayed_training_that_was_cut_equals_one_that_was_not_bit_for_bit(tm
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("mergopt_worst", "MergOPT decides on the host what to compute"),
+        ("mergopt_worst", "MergOPT decides on the"),
         ("old", "Adagrad reads the host"),
     ],
 )
