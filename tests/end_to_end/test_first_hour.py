@@ -97,7 +97,7 @@ def test_a_device_that_is_not_there_is_one_line(device: str) -> None:
         pytest.skip("this machine has it")
     with pytest.raises(InputError) as caught:
         resolve_device(device)
-    assert str(caught.value).startswith(f"device '{device}' is not there: this machine has cpu")
+    assert str(caught.value).startswith(f"device '{device}' does not exist: this machine has cpu")
     assert "\n" not in str(caught.value)
 
 
