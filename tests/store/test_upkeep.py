@@ -270,7 +270,7 @@ STRANGE = [Path.touch, os.mkfifo, loop, link_to_a_device]
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, loop, link_to_a_device])
-@pytest.mark.parametrize("look", [Store.artifacts, find_unreadable], ids=["list", "verify"])
+@pytest.mark.parametrize("look", [Store.list_artifacts, find_unreadable], ids=["list", "verify"])
 def test_a_kind_that_cannot_be_read_is_named_and_not_taken_for_empty(tmp_path, make, look) -> None:
     Store(tmp_path).obtain("experts", CONTENT, weights())
     (tmp_path / "experts").rename(tmp_path / ".away")
@@ -314,7 +314,7 @@ def test_what_is_no_kind_beside_the_artifacts_is_left_alone(tmp_path) -> None:
     assert [artifact.key for artifact in Store(tmp_path).list_artifacts()] == [made.key]
     assert list(find_unreadable(Store(tmp_path))) == []
     (tmp_path / "fits").write_text("a file in a kind's place")
-    for look in (Store(tmp_path).artifacts, lambda: find_unreadable(Store(tmp_path))):
+    for look in (Store(tmp_path).list_artifacts, lambda: find_unreadable(Store(tmp_path))):
         with pytest.raises(InputError, match=r"\(Not.*directory\)"):
             list(look())
 
