@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from mergekit_lab import InputError
-from mergekit_lab.store import Store, make_key, store
+from mergekit_lab.store import Store, artifact, make_key
 from mergekit_lab.store.upkeep import (
     adopt,
     find_damages,
@@ -300,7 +300,9 @@ def test_what_a_user_may_not_read_is_no_damage_that_is_removed(tmp_path, monkeyp
     def refuse(path, *rest):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(store, {"manifest.json": "read_file", "model.safetensors": "_hash"}[name], refuse)
+    monkeypatch.setattr(
+        artifact, {"manifest.json": "read_file", "model.safetensors": "hash_bytes"}[name], refuse
+    )
     with pytest.raises(InputError, match=r"\(Permission denied\)"):
         find_damages(Store(tmp_path).list_artifacts())
     assert made.folder.is_dir()
