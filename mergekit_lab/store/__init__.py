@@ -2,4 +2,4 @@
 
 from mergekit_lab.store.store import Artifact, Store, make_key
 
-__all__ = ["SCHEMA", "Artifact", "Store", "make_key"]
+__all__ = ["Artifact", "Store", "make_key"]
