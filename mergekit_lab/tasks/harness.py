@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 from annotated_types import Ge, Gt
 
-from mergekit_lab.checkpoints import hash_file
+from mergekit_lab.checkpoints import hash_folder
 from mergekit_lab.errors import InputError, join_names, suggest
 
 from .task import Part, Task
@@ -133,5 +133,4 @@ def _hash_files(folder: str) -> str:
     """Of all files of a folder, their names and bytes."""
     root = Path(folder).expanduser()
     files = sorted(file for file in root.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
-    told = [f"{file.relative_to(root)} {hash_file(file, remember=True)}" for file in files]
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()
+    return hash_folder(root, files)
