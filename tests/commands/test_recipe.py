@@ -237,7 +237,7 @@ TWO = "models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {wei
         (START + "slices: [{sources: [{model: a, layer_range: [0, x]}]}]", r"\[0, 'x'\]; it must be two"),
         (
             START + "parameters: {weight: 1}\nslices: [{sources: [{model: a, layer_range: [0, 9]}]}]",
-            "has 4 layers, and layers 0 to 9",
+            "has 4 layers.*0 to 9",
         ),
         (
             "merge_method: ties\nparameters: {weight: 1}\n"

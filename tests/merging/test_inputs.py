@@ -419,8 +419,8 @@ def test_what_a_configuration_calls_quantised_is_refused_if_it_is(tmp_path) -> N
 
 
 def test_a_device_that_is_not_there_is_named() -> None:
-    refuse("device 'cud' is not there", device="cud")
-    refuse("device 'cuda:99' is not there", device="cuda:99")
+    refuse("device 'cud' does not exist", device="cud")
+    refuse("device 'cuda:99' does not exist", device="cuda:99")
     refuse("empty list", device=[])
 
 
