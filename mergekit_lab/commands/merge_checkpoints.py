@@ -207,7 +207,7 @@ class MergeCheckpoints:
 
         clashing = [name for name in ("base", "experts", "merger") if getattr(self, name)]
         if clashing:
-            raise InputError(f"recipe={self.recipe} sets {' and '.join(clashing)} itself: leave them out")
+            raise InputError(f"recipe={self.recipe} already sets {' and '.join(clashing)}: leave that out")
         recipe = read_recipe(Path(self.recipe).expanduser(), self.seed, stages)
         if stages is not None:
             for name, stage in recipe.stages.items():
