@@ -30,7 +30,8 @@ test-second: .venv/dev  ## run tests of merging by another Python: SECOND=python
 
 test-beside: .venv/beside/ready  ## compare with mergekit and lm-eval, and sweep with Ray, in an environment that has them
 	OMP_NUM_THREADS=1 .venv/beside/bin/python -m pytest -n 2 -m beside --durations 5 --strict-skips \
-		tests/merging/test_against_mergekit.py tests/commands/test_recipe.py tests/runs/test_harness.py tests/runs/test_sweeps.py
+		tests/merging/test_against_mergekit.py tests/commands/test_recipe.py tests/runs/test_harness.py \
+		tests/end_to_end/test_sweeps.py
 
 lint: .venv/dev  ## ruff
 	$(BIN)/ruff check .
@@ -55,7 +56,7 @@ pythons: .venv/dev  ## find packages of every dependency, in the tested versions
 	done
 
 wheel-test: .venv/dev  ## build the wheel, install it elsewhere, run it from another folder
-	$(BIN)/python -m pytest -q tests/test_wheel.py
+	$(BIN)/python -m pytest -q tests/end_to_end/test_wheel.py
 
 sweep: .venv/demo  ## 4 optimizers × 7 mergers on the quickstart's tasks: 16 experts, one comparison
 	$(BIN)/python -m mergekit_lab -m +experiment=quickstart optimizer=adamw,sam,asam,mergopt \

@@ -34,6 +34,16 @@ def say_bytes(size: float) -> str:
     return f"{size:.0f} bytes"
 
 
+def say_duration(seconds: float) -> str:
+    """ "0.4 s", "12 s", "3 min 05 s", "2 h 07 min"."""
+    if seconds < 59.5:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
 def abbreviate(value: object) -> str:
     """A value as a message shows it: its `repr`, cut short however large or deep it is."""
     return _SHORT.repr(value)

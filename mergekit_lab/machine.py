@@ -24,19 +24,3 @@ def count_free_bytes(path: Path) -> int:
     """Free bytes of the disk that holds a file or folder, or would."""
     path = path.expanduser().absolute()
     return shutil.disk_usage(next(each for each in (path, *path.parents) if each.exists())).free
-
-
-def format_size(count: float) -> str:
-    """`1.2 GB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-def format_duration(seconds: float) -> str:
-    """`45 s`, `30 min`, `2.5 h`."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -83,7 +83,7 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
 
 
 _FIRST = (
-    *("runs", "training/test_captured", "test_launcher", "test_notebooks", "test_demo"),
+    *("end_to_end", "runs", "training/test_captured", "plugins"),
     *("training", "commands", "reporting", "test_", "merging"),
 )
 

@@ -1,4 +1,4 @@
-"""What workers do in tests/runs/test_workers.py; importable by name in a fresh process."""
+"""What workers do in tests/test_workers.py; importable by name in a fresh process."""
 
 import os
 import signal

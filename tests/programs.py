@@ -23,17 +23,18 @@ from pathlib import Path
 from typing import IO, Any
 
 _SERVER = """
-import atexit, gc, json, multiprocessing.util, os, runpy, select, signal, socket, sys
+import atexit, gc, json, multiprocessing.util, os, pathlib, runpy, select, signal, socket, sys
 sys.path.insert(0, "")
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 import hydra.main, lightning, open_clip, transformers
 import mergekit_lab.command_line, mergekit_lab.programs, mergekit_lab.runs.graph, mergekit_lab.runs.report
 import mergekit_lab.commands.merge_checkpoints, mergekit_lab.runs.train
-listener, folder = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
+listener, folder, own = socket.socket(fileno=int(sys.argv[1])), sys.argv[2], pathlib.Path(sys.argv[3])
 sys.path.insert(0, folder)
-import composing, pictures
+import backbone, composing, pictures
 sys.path.pop(0)
 pictures.leave_undrawn().start()
+small = backbone.be_small(backbone.write_small(own))
 composing.composed([])
 composing.HydraConfig.instance().cfg = None
 composing.GlobalHydra.instance().clear()
@@ -77,6 +78,8 @@ def run_program(request):
         os.dup2(opened, number)
         os.close(opened)
     move(request)
+    if request["whole"]:
+        small.close()
     make_twin()
     sys.argv = ["mergekit_lab", *request["arguments"]]
     code = 0
@@ -131,12 +134,17 @@ else:
 """Where the console works, a fork ends without taking its modules down, which costs two seconds."""
 
 
+def find_socket() -> Path:
+    """Where the server of these tests is reached."""
+    name = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    return Path(tempfile.gettempdir(), f"programs-{name}", "socket")
+
+
 def _connect() -> socket.socket:
     """A channel to the server, which the first of the tests' processes starts for all."""
-    name = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    folder = Path(tempfile.gettempdir(), f"programs-{name}")
+    folder = find_socket().parent
     folder.mkdir(exist_ok=True)
-    channel, address = socket.socket(socket.AF_UNIX), str(folder / "socket")
+    channel, address = socket.socket(socket.AF_UNIX), str(find_socket())
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
@@ -147,7 +155,7 @@ def _connect() -> socket.socket:
                 listener.bind(address)
                 listener.listen(16)
                 number = listener.fileno()
-                command = [sys.executable, "-c", _SERVER, str(number), str(Path(__file__).parent)]
+                command = [sys.executable, "-c", _SERVER, str(number), str(Path(__file__).parent), str(folder)]
                 server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[number])
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
             atexit.register(server.communicate)  # it ends with this process, what it forked does not
@@ -218,12 +226,14 @@ def start_program(
     code: str | None = None,
     stdout: str | None = None,
     environment: dict[str, str] | None = None,
+    whole: bool = False,
 ) -> Program:
     """`python -m mergekit_lab ARGUMENTS` in a folder, or these lines of Python.
 
     Args:
         stdout: a device to write to, or `closed pipe`.
         environment: all of it; by default this process's, and the store is `store` in the folder.
+        whole: with the model that ships, in place of `backbone`'s.
     """
     out, err = (tempfile.NamedTemporaryFile() for _ in range(2))  # noqa: SIM115
     _ask(
@@ -235,12 +245,15 @@ def start_program(
             "out": stdout or out.name,
             "err": err.name,
             "quick": stdout is None and code is None,
+            "whole": whole,
         }
     )
     return Program(_answer(), out, err)
 
 
-def run_program(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_program(
+    folder: Path, *arguments: str, whole: bool = False, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """As `start_program`, until its end, with these variables besides."""
     store = {"MERGEKIT_LAB_STORE": str(folder / "store")}
-    return start_program(folder, *arguments, environment=os.environ | store | environment).wait()
+    return start_program(folder, *arguments, environment=os.environ | store | environment, whole=whole).wait()

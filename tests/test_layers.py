@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).parents[1] / "mergekit_lab"
 STUDIES = sorted(f.parent for f in PACKAGE.parent.glob("experiments/*/README.md"))
 LEFT_TO_RIGHT = [
     {"console", "errors", "failure", "machine", "owners", "paths"},
-    {"batches", "compiled", "cuda_graphs", "memory", "prefetch", "ranges", "scratch", "triton_kernels"}
-    | {"workers", "yaml_files"},
+    {"batches", "compiled", "cuda_graphs", "kept_results", "memory", "prefetch", "ranges", "scratch"}
+    | {"triton_kernels", "workers", "yaml_files"},
     {"checkpoints"},
     {"merging", "optim", "tasks"},
     {"backbones", "curvature"},

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mergekit_lab.commands.prepare import read_devices
 from mergekit_lab.machine import count_cores, count_free_bytes, list_devices
-from mergekit_lab.runs.run import resolve_devices
+from mergekit_lab.merging.devices import parse_devices
+from mergekit_lab.runs.run import SPREAD
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be taken away here")
@@ -41,5 +41,5 @@ def test_auto_and_spread_are_every_cuda_device_or_the_cpu(cards, auto, spread, m
     monkeypatch.setattr("torch.cuda.device_count", lambda: cards)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
     names = ["cuda:0", "cuda:1", "cuda:2"] if cards else ["cpu"] * 3
-    assert list_devices() == names[:auto] == read_devices("auto") == resolve_devices("auto")
-    assert resolve_devices("spread") == names[:spread]
+    assert list_devices() == names[:auto] == parse_devices("auto")
+    assert parse_devices("spread", SPREAD) == names[:spread]

@@ -284,7 +284,7 @@ def epimer_tables(results: Results) -> str:
     ahead = {k: e for k, e in leads.items() if k.world == "glyphs"}
     others = [world for world in results.worlds() if world != "glyphs"]
     groups = {
-        "adamw, but for distances": [k for k in ahead if k.axis != "distance" and k.arm == "adamw"],
+        "adamw": [k for k in ahead if k.arm == "adamw"],
         **{f"core arms, {n} tasks": [k for k in ahead if k[1:3] == ("tasks", str(n))] for n in COUNTS},
         "core arms, 8 tasks": [k for k in ahead if k.axis == "main" and k.arm in CORE],
         "all arms, 8 tasks": [k for k in ahead if k.axis == "main"],

@@ -44,7 +44,6 @@ def draw_axes(results: Results, path: Path) -> None:
             panel.plot(list(ends), means, linestyle=line, color=f"C{number}", linewidth=1)
             for (x, g), mean in zip(ends.items(), means, strict=True):
                 error = statistics.stdev(g) if len(g) > 1 else None
-                face = "white" if error is None else f"C{number}"
                 panel.errorbar(
                     x,
                     mean,
@@ -52,7 +51,6 @@ def draw_axes(results: Results, path: Path) -> None:
                     marker="o",
                     markersize=4,
                     color=f"C{number}",
-                    markerfacecolor=face,
                     capsize=2,
                 )
         names = [value or MAIN_VALUE[axis] for _, value in places]
@@ -64,9 +62,6 @@ def draw_axes(results: Results, path: Path) -> None:
             panel.set_ylabel(merger.replace("_", " "), fontsize=8)
     arms = [arm for arm in CORE if arm != "adamw"]
     handles = [plt.Line2D([], [], color=f"C{n}", marker="o", markersize=4, label=a) for n, a in enumerate(arms)]
-    handles.append(
-        plt.Line2D([], [], color="gray", marker="o", markerfacecolor="white", ls="", label="one seed")
-    )
     fig.legend(handles=handles, loc="upper center", ncols=len(handles), fontsize=9, frameon=False)
     fig.supylabel("gain over AdamW in points", fontsize=9)
     fig.tight_layout(rect=(0, 0, 1, 0.97))

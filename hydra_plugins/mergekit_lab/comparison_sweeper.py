@@ -6,6 +6,7 @@ The comparison is written also when some of them failed.
 import json
 import logging
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,8 +60,6 @@ class ComparisonSweeper(BasicSweeper):
         """How many jobs the sweep has."""
 
     def sweep(self, arguments: list[str]) -> Any:
-        from mergekit_lab.runs.given_up import forget
-
         before = self._list_begun()
         given = {argument.lstrip("+~").split("=")[0] for argument in arguments}
         self.params = {name: values for name, values in (self.params or {}).items() if name not in given}
@@ -71,7 +70,7 @@ class ComparisonSweeper(BasicSweeper):
         try:
             return self._launch_all(arguments)
         finally:
-            forget(given_up)
+            shutil.rmtree(given_up, ignore_errors=True)
             self._tell_launcher("dismiss")
             try:
                 if not isinstance(sys.exception(), KeyboardInterrupt):
@@ -144,10 +143,7 @@ class ComparisonSweeper(BasicSweeper):
         """The runs by job; a job that its own check will refuse has none."""
         from mergekit_lab.errors import InputError
         from mergekit_lab.runs.compare import check_slice
-        from mergekit_lab.runs.entry import refuse_missing
-        from mergekit_lab.runs.run import Run
-        from mergekit_lab.runs.settle import settle
-        from mergekit_lab.schema.run import check, with_chosen_merger
+        from mergekit_lab.runs.entry import make_run
 
         shared: dict[str, Any] = {}
         runs = {}
@@ -160,11 +156,7 @@ class ComparisonSweeper(BasicSweeper):
                 del config["hydra"]
             try:
                 check_slice(config)
-                refuse_missing(config)
-                config = settle(config)
-                check(config)
-                config = with_chosen_merger(config, said)
-                runs[number] = Run(config, Path(), choices, shared)
+                runs[number] = make_run(config, Path(), choices, said, shared)
             except InputError as error:
                 log.warning(f"#{number} will be refused: {error}")
         return runs
@@ -238,14 +230,14 @@ class ComparisonSweeper(BasicSweeper):
         if "suite" not in self.config:  # another program's sweep
             return
         from mergekit_lab.errors import InputError
-        from mergekit_lab.runs.compare import report_sweep
+        from mergekit_lab.runs.compare import report_runs
 
         try:
             out, now = Path(self.config.hydra.sweep.dir), self._list_begun()
             jobs = {job for job, when in now.items() if before.get(job) != when}
             if jobs:
                 jobs |= {out / str(n) for n in range(self._asked)} - now.keys()
-                report_sweep(sorted(jobs, key=lambda p: int(p.name)), out, self.config, arguments)
+                report_runs(self.config, sorted(jobs, key=lambda p: int(p.name)), out, arguments, sweep=True)
         except InputError as error:
             log.warning(f"left out of the comparison: {error}")
         except Exception:

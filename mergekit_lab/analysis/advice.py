@@ -96,7 +96,7 @@ def _advise_method(measured: Interference) -> Advice:
         "(experiments/pretrain_glyph_clip: one small image backbone); experts of a language model 76.5, "
         "average 36.9, task arithmetic 39.6, TIES 45.6, TSV-M 56.8 ± 1.9, and EpiMer, which reads Fishers, "
         "58.9 ± 2.9 (neither is reliably ahead); seven merged, mean of six tasks, three seeds "
-        "(experiments/mergopt_smollm2). On images EpiMer is ahead of TSV-M in 18 of 39 merges of two to eight "
+        "(experiments/mergopt_smollm2). On images EpiMer is ahead of TSV-M in 34 of 57 merges of two to eight "
         "experts of AdamW, on texts in 1 of 3 (experiments/when_it_helps). Other models may "
         "differ: docs/which_to_choose.md says how sure this is",
     )

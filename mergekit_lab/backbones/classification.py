@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from mergekit_lab.backbones.objective import Assessment, Objective
 from mergekit_lab.batches import Batch, count_samples
-from mergekit_lab.errors import InputError
 from mergekit_lab.prefetch import prefetch
+from mergekit_lab.ranges import require
 from mergekit_lab.tasks import ImageTask, Packed, Part, draw_boxes
 
 _RESIDENT_SHARE = 0.25
@@ -215,7 +215,5 @@ def _load(images: Any, stream: torch.cuda.Stream, index: Tensor) -> tuple[Tensor
 
 def check_crop(scale: Sequence[float] | None) -> None:
     """Raise `InputError` unless `scale` is None or a range of shares in (0, 1]."""
-    if scale is not None and (len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1):
-        raise InputError(
-            f"backbone.crop is {list(scale)}; it must be two shares of the area, 0 < from ≤ to ≤ 1"
-        )
+    right = scale is None or (len(scale) == 2 and 0 < scale[0] <= scale[1] <= 1)
+    require(right, "backbone.crop", scale, "two shares of the area, 0 < from ≤ to ≤ 1")

@@ -126,8 +126,8 @@ class ClipWeights:
         plain = self.architecture.removesuffix("-quickgelu")
         nearest = next((name for name in (plain, f"{plain}-quickgelu") if name in others), None)
         if nearest:
-            return InputError(f"{said}they are those of backbone.architecture={nearest}")
-        return InputError(f"{said}open_clip has them of {join_names(others, 20)}")
+            return InputError(f"{said}backbone.architecture={nearest} has them")
+        return InputError(f"{said}open_clip has them for {join_names(others, 20)}")
 
     def describe(self) -> dict[str, Any]:
         """How the weights were trained: `quick_gelu`, and `mean` and `std` of their pixels.

@@ -104,10 +104,10 @@ class Encoding:
             same = known.setdefault(tuple(tokens.tolist()), text)
             if same != text or len(tokens) == 0:
                 raise InputError(
-                    f"task {task.name!r}: this model's tokenizer makes "
-                    + (f"the same tokens of the choices {same!r} and {text!r}" if same != text
-                       else f"no token of the choice {text!r}")
-                    + ", so no model can choose them: name other words"
+                    f"task {task.name!r}: this model's tokenizer turns "
+                    + (f"the choices {same!r} and {text!r} into the same tokens" if same != text
+                       else f"the choice {text!r} into no tokens")
+                    + ": use other words"
                 )  # fmt: skip
         return choices
 
@@ -161,7 +161,7 @@ class Encoding:
         if any(len(p) > room <= template for p, room in zip(shown, rooms, strict=True)):
             raise InputError(
                 f"backbone.max_length={self.reading.max_length} leaves {least} tokens for a prompt of "
-                f"{task.name}, and its template takes {template}: raise it"
+                f"{task.name}, but its template alone takes {template}: raise it"
             )
 
     def _check_positions(self, task: TextTask, part: Part, encoded: Encoded) -> None:

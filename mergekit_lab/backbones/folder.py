@@ -32,9 +32,9 @@ def write_folder(source: str, out: Path, dtype: str = "float32") -> None:
         InputError: `out` exists, or the source is no GGUF file or cannot be obtained.
     """
     if out.exists():
-        raise InputError(f"{out} is there already: name another folder, or remove it")
+        raise InputError(f"{out} already exists: name another folder, or remove it")
     if not find_model(source).gguf:
-        raise InputError(f"{source} is already a folder of transformers, or in one: use it directly")
+        raise InputError(f"{source} is already a folder that transformers reads: use it directly")
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:

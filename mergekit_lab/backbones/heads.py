@@ -65,8 +65,8 @@ def make_prototypes(
     if empty:
         article = "an" if kind == "image" else "a"
         raise InputError(
-            f"a prototype head needs {article} {kind} of every class, and {task!r} has none of "
-            f"{classes[empty[0]]!r} in what it is made of, its training part"
+            f"a prototype head needs {article} {kind} of every class, but the training part of "
+            f"{task!r} has none of {classes[empty[0]]!r}"
         )
     return (normalize(sums, dim=-1) * temperature).cpu()
 

@@ -23,7 +23,7 @@ from mergekit_lab.backbones.objective import Backbone, Objective
 from mergekit_lab.backbones.pretrained import ModelFolder, find_model
 from mergekit_lab.backbones.reading import DTYPES, Reading
 from mergekit_lab.backbones.text import CausalObjective, Seq2SeqObjective
-from mergekit_lab.checkpoints import TRANSFORMERS, copy_model_files, copy_tokenizer_files
+from mergekit_lab.checkpoints import TRANSFORMERS, plan_model_files, plan_tokenizer_files, write_files
 from mergekit_lab.errors import InputError
 from mergekit_lab.ranges import require_choice
 from mergekit_lab.tasks import HarnessTask, Task, TextTask
@@ -93,8 +93,8 @@ class LanguageModel(Reading, Backbone):
             )
         if self.answering == "choices" and task.choices is None:
             raise InputError(
-                f"backbone.answering is 'choices', and task {task.name!r} has none: give it choices, or answer "
-                "by generate"
+                f"backbone.answering is 'choices', but task {task.name!r} has none: give it choices, or set "
+                "backbone.answering=generate"
             )
 
     def make_objective(self, task: Task) -> Objective:
@@ -130,10 +130,8 @@ def write_companions(source: str, kind: str, dtype: str, folder: Path) -> list[s
     """Write what `from_pretrained` reads besides weights. For a GGUF file, transformers writes it."""
     origin = find_model(source)
     if origin.gguf is None:
-        return [
-            *copy_model_files(origin.folder, folder, TRANSFORMERS, DTYPES[dtype]),
-            *copy_tokenizer_files(origin.folder, folder),
-        ]
+        planned = plan_model_files(origin.folder, TRANSFORMERS, DTYPES[dtype])
+        return list(write_files({**planned, **plan_tokenizer_files(origin.folder)}, folder))
     before = set(folder.iterdir())
     model = load_model(source, kind, dtype)
     for part in (model.config, getattr(model, "generation_config", None), load_tokenizer(source)):

@@ -186,8 +186,8 @@ class OpenClip(Backbone):
             other = seen.setdefault(row.numpy().tobytes(), name)
             if other != name:
                 raise InputError(
-                    f"classes {other!r} and {name!r} read the same to {self.architecture}: it sees the first "
-                    f"{row.shape[1]} tokens only, so shorten the templates"
+                    f"classes {other!r} and {name!r} look the same to {self.architecture}, which reads only "
+                    f"{row.shape[1]} tokens: shorten the templates"
                 )
         chunks = torch.cat(rows).split(_TEXTS)
         features = torch.cat([model.encode_text(chunk, normalize=True) for chunk in chunks])

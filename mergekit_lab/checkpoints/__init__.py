@@ -2,18 +2,18 @@
 
 from mergekit_lab.checkpoints.adapter_layout import find_conv1d_weights
 from mergekit_lab.checkpoints.adapter_writing import LowRankChange, write_adapter
-from mergekit_lab.checkpoints.adapters import ADAPTER_FILES, find_adapter
+from mergekit_lab.checkpoints.adapters import find_adapter
 from mergekit_lab.checkpoints.align import align, list_computed_buffers, untie
 from mergekit_lab.checkpoints.card import Card, escape_markdown, fingerprint, read_versions, write_results
 from mergekit_lab.checkpoints.casting import FLOATING, cast, check_range
-from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
+from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec
 from mergekit_lab.checkpoints.generation import describe_tokenizer, follow_tokenizer
 from mergekit_lab.checkpoints.hub import (
     check_push,
     explain_unreachable,
-    fetch_snapshot,
     find_cached_folder,
     find_cached_snapshot,
+    get_snapshot,
     parse_hub_id,
     push_folder,
 )
@@ -29,6 +29,7 @@ from mergekit_lab.checkpoints.inspection import (
 from mergekit_lab.checkpoints.layers import (
     LayerRange,
     arrange_layers,
+    count_layers,
     split_layer,
     stands_before_layers,
 )
@@ -43,16 +44,13 @@ from mergekit_lab.checkpoints.libraries import (
 from mergekit_lab.checkpoints.low_rank import LowRank, LowRankRecord
 from mergekit_lab.checkpoints.model_config import compare_configs
 from mergekit_lab.checkpoints.model_files import (
-    Files,
-    copy_model_files,
-    copy_tokenizer_files,
     find_parts_with_weights,
     measure_files,
     plan_model_files,
     plan_tokenizer_files,
     write_files,
 )
-from mergekit_lab.checkpoints.plain_files import check_file, read_json
+from mergekit_lab.checkpoints.plain_files import read_json
 from mergekit_lab.checkpoints.publish import RECORD, check_out, make_folder
 from mergekit_lab.checkpoints.quantized import refuse_quantized
 from mergekit_lab.checkpoints.reader import find_source, open_checkpoint
@@ -63,7 +61,6 @@ from mergekit_lab.checkpoints.vocabulary_rows import Reconciled, TokenPlan, Toke
 from mergekit_lab.checkpoints.writer import hash_file, write_tensors
 
 __all__ = [
-    "ADAPTER_FILES",
     "FLOATING",
     "LIBRARIES",
     "MAX_SHARD_BYTES",
@@ -72,7 +69,6 @@ __all__ = [
     "TRANSFORMERS",
     "Card",
     "Checkpoint",
-    "Files",
     "LayerRange",
     "Library",
     "LowRank",
@@ -84,19 +80,16 @@ __all__ = [
     "TensorSpec",
     "TokenPlan",
     "TokenSource",
-    "View",
     "align",
     "arrange_layers",
     "assume_ties",
     "cast",
-    "check_file",
     "check_out",
     "check_push",
     "check_range",
     "compare_configs",
     "compare_specs",
-    "copy_model_files",
-    "copy_tokenizer_files",
+    "count_layers",
     "count_vocabulary_rows",
     "describe_inputs",
     "describe_model",
@@ -104,7 +97,6 @@ __all__ = [
     "describe_tokenizer",
     "escape_markdown",
     "explain_unreachable",
-    "fetch_snapshot",
     "find_adapter",
     "find_cached_folder",
     "find_cached_snapshot",
@@ -115,6 +107,7 @@ __all__ = [
     "find_source",
     "fingerprint",
     "follow_tokenizer",
+    "get_snapshot",
     "hash_file",
     "list_computed_buffers",
     "make_folder",

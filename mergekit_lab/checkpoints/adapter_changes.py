@@ -20,7 +20,8 @@ from mergekit_lab.checkpoints.adapter_placement import Placed
 from mergekit_lab.checkpoints.checkpoint import Checkpoint
 from mergekit_lab.checkpoints.in_memory import find_architecture
 from mergekit_lab.checkpoints.tied_weights import is_tying_embeddings, is_vocabulary_name, read_config
-from mergekit_lab.errors import InputError, abbreviate, join_names
+from mergekit_lab.errors import InputError, join_names
+from mergekit_lab.ranges import require
 
 _LAST_SEEN_TWICE = (0, 21)
 _LARGEST_ALPHA = torch.finfo(torch.float32).max
@@ -264,8 +265,8 @@ def _read_factors(
     rank = tensors.specs[parts[pair[0]]].shape[0] // (stack or 1)
     if configured != rank:
         raise InputError(f"{label}: {module!r} has rank {rank} in its file, {configured} in {ADAPTER_CONFIG}")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= _LARGEST_ALPHA:
-        raise InputError(f"{label}: lora_alpha is {abbreviate(alpha)}; it must be a number, finite in float32")
+    right = isinstance(alpha, int | float) and not isinstance(alpha, bool) and abs(alpha) <= _LARGEST_ALPHA
+    require(right, f"{label}: lora_alpha", alpha, "a number, finite in float32")
     times = _count_uses(label, parts[pair[0]], config)
     scaling = times * alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return Factors(parts, rank, scaling, stack=stack)

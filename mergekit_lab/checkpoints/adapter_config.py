@@ -86,7 +86,7 @@ def match_patterns(
                 if ending.match(module, timeout=max(0.0, end - time.process_time())):
                     values[module] = value
         except (regex.error, RecursionError) as error:
-            raise InputError(f"{holds} is no regular expression ({error})") from None
+            raise InputError(f"{holds} is not a regular expression ({error})") from None
         except TimeoutError:
             raise InputError(
                 f"{holds} takes too long to match with names: write it without repeats of repeats"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from mergekit_lab.checkpoints.align import cut_at_dots
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec
 from mergekit_lab.checkpoints.in_memory import (
     Architecture,
@@ -188,18 +189,8 @@ def _drop_prefix(wanted: Mapping[str, Wanted], drop: str) -> dict[str, Wanted]:
 def _list_prefixes(base: Checkpoint, wanted: Iterable[Wanted]) -> list[tuple[str, str]]:
     """What may be left out before names, or put there: all that makes some of them the base's."""
     names = {name for want in wanted for name in want.names}
-    added = set()
-    for name in base:
-        parts = name.split(".")
-        for cut in range(1, len(parts)):
-            if ".".join(parts[cut:]) in names:
-                added.add(".".join(parts[:cut]) + ".")
-    dropped = set()
-    for name in names:
-        parts = name.split(".")
-        for cut in range(1, len(parts)):
-            if ".".join(parts[cut:]) in base:
-                dropped.add(".".join(parts[:cut]) + ".")
+    added = {head for name in base for head, rest in cut_at_dots(name) if rest in names}
+    dropped = {head for name in names for head, rest in cut_at_dots(name) if rest in base}
     return [*(("", add) for add in sorted(added)), *((drop, "") for drop in sorted(dropped))]
 
 

@@ -66,7 +66,7 @@ def write_adapter(
         raise InputError("an adapter of no changes: no weight of a linear layer differs from the base's")
     odd = [name for name in changes if not name.endswith(_SUFFIX)]
     if odd:
-        raise InputError(f"{odd[0]} is no weight of a linear layer, which LoRA adapters change")
+        raise InputError(f"{odd[0]} is not a weight of a linear layer, and LoRA adapters change only those")
     ranks = {name.removesuffix(_SUFFIX): change.a.shape[0] for name, change in changes.items()}
     rank = Counter(ranks.values()).most_common(1)[0][0]
     others = {module: own for module, own in ranks.items() if own != rank}

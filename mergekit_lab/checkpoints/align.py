@@ -165,7 +165,7 @@ def _choose_prefixes(
     if usual <= wanted.keys():
         return "", ""
     dropped = [(head, "") for head in _list_heads(usual, len(usual) // 2 + 1)]
-    count = Counter(head for name in wanted for head, rest in _cut_at_dots(name) if rest in usual)
+    count = Counter(head for name in wanted for head, rest in cut_at_dots(name) if rest in usual)
     added = [("", head) for head, met_names in sorted(count.items()) if met_names == max(count.values())]
     options = {option: count_met(option) for option in (("", ""), *dropped, *added)}
     best = max(options.values())
@@ -188,11 +188,11 @@ def _choose_prefixes(
 
 def _list_heads(names: Iterable[str], least: float) -> list[str]:
     """Prefixes up to a dot that at least so many names have, the shortest first."""
-    count = Counter(head for name in names for head, _ in _cut_at_dots(name))
+    count = Counter(head for name in names for head, _ in cut_at_dots(name))
     return sorted((head for head, n in count.items() if n >= least), key=len)
 
 
-def _cut_at_dots(name: str) -> list[tuple[str, str]]:
+def cut_at_dots(name: str) -> list[tuple[str, str]]:
     """A name cut after each of its dots."""
     return [(name[: dot.end()], name[dot.end() :]) for dot in re.finditer(r"\.", name)]
 

@@ -102,7 +102,7 @@ class Safetensors(Checkpoint):
             if _QUANTIZATION in (handle.metadata() or {}):
                 raise InputError(
                     f"{label} is quantized, as {file.name} says under {_QUANTIZATION!r} (ComfyUI): give the "
-                    "weights that it was made of"
+                    "original weights"
                 )
             for name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
                 view = handle.get_slice(name)

@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import shlex
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -129,16 +128,6 @@ def explain_unreachable() -> str | None:
     except OSError as error:
         return f"no connection to {address.hostname} ({error})"
     return None
-
-
-def fetch_snapshot(repo: str, revision: str | None, into: Path) -> Path:
-    """Get a model's weights and configuration in a separate folder, from the cache or the network.
-
-    Raises:
-        InputError: neither has it.
-    """
-    shutil.copytree(get_snapshot(repo, revision), into, dirs_exist_ok=True)
-    return into
 
 
 def check_push(repo: str | None) -> None:

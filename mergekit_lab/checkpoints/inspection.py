@@ -21,8 +21,7 @@ from mergekit_lab.checkpoints.tied_weights import (
     read_vocabulary_size,
 )
 from mergekit_lab.checkpoints.tokens import read_tokens
-from mergekit_lab.errors import join_names
-from mergekit_lab.machine import format_size
+from mergekit_lab.errors import join_names, say_bytes
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -78,10 +77,10 @@ def _describe_sizes(checkpoint: Checkpoint) -> str:
 def _describe_storage(checkpoint: Checkpoint) -> str:
     if checkpoint.files:
         size = sum(os.path.getsize(file) for file in checkpoint.files)
-        return f"{len(checkpoint.files)} files, {format_size(size)}"
+        return f"{len(checkpoint.files)} files, {say_bytes(size)}"
     size = sum(spec.nbytes for spec in checkpoint.specs.values())
     where = "on the hub, not downloaded" if isinstance(checkpoint, RemoteHeaders) else "in memory"
-    return f"{format_size(size)} {where}"
+    return f"{say_bytes(size)} {where}"
 
 
 def _describe_vocabulary(checkpoint: Checkpoint) -> list[str]:

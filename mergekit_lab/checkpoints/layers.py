@@ -7,7 +7,7 @@ many layers there are, and what it lists layer by layer follows them.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -48,6 +48,14 @@ def split_layer(name: str) -> LayerName | None:
     return match and LayerName(name[: match.start()], int(match[1]), name[match.end() :])
 
 
+def count_layers(names: Iterable[str]) -> dict[str, int]:
+    """How many layers each stack has that these tensors belong to."""
+    counts: dict[str, int] = {}
+    for parsed in filter(None, map(split_layer, names)):
+        counts[parsed.stack] = max(counts.get(parsed.stack, 0), parsed.layer + 1)
+    return counts
+
+
 def stands_before_layers(name: str) -> bool:
     """Whether a tensor that belongs to no layer is used before them, as an embedding is."""
     return bool(_BEFORE.search(name))
@@ -61,10 +69,10 @@ def arrange_layers(parts: Sequence[LayerRange], label: str) -> Checkpoint:
             not fit each other; a configuration that does not say how many layers there are.
     """
     for part in parts:
-        count = _count_layers(part.model)[1]
+        count = _find_stack(part.model)[1]
         if not 0 <= part.first < part.stop <= count:
             raise InputError(
-                f"{part.model.label} has {count} layers, and layers {part.first} to {part.stop} are wanted"
+                f"{part.model.label} has {count} layers, but the recipe takes {part.first} to {part.stop}"
             )
     arranged = _ArrangedLayers(parts, label)
     known = _list_shapes(parts[0].model)
@@ -85,7 +93,7 @@ def arrange_layers(parts: Sequence[LayerRange], label: str) -> Checkpoint:
 class _ArrangedLayers(Computed):
     def __init__(self, parts: Sequence[LayerRange], label: str) -> None:
         first, last = parts[0].model, parts[-1].model
-        stack = _count_layers(first)[0]
+        stack = _find_stack(first)[0]
         tied = first.find_ties()
         before: list[str] = []
         after: list[str] = []
@@ -127,13 +135,9 @@ class _ArrangedLayers(Computed):
         return self._tied
 
 
-def _count_layers(model: Checkpoint) -> tuple[str, int]:
+def _find_stack(model: Checkpoint) -> tuple[str, int]:
     """What the layers' names begin with, and how many there are."""
-    counts: dict[str, int] = {}
-    for name in model:
-        parsed = split_layer(name)
-        if parsed:
-            counts[parsed.stack] = max(counts.get(parsed.stack, 0), parsed.layer + 1)
+    counts = count_layers(model)
     if len(counts) != 1:
         stacks = f"several stacks of layers ({join_names(counts)})" if counts else "no layers"
         raise InputError(f"{model.label} has {stacks}: slices need a model with one")
@@ -152,7 +156,7 @@ def _list_shapes(model: Checkpoint) -> dict[str, set[tuple[int, ...]]]:
 def _rewrite(parts: Sequence[LayerRange], layers: int) -> dict[str, Any]:
     """Keys of the first part's configuration with other values for these layers."""
     config = _read_layers(parts[0].model)
-    count = _count_layers(parts[0].model)[1]
+    count = _find_stack(parts[0].model)[1]
     if not config:
         return {}
     keys = [key for key in _COUNTS if config.get(key) == count]

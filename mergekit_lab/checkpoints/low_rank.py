@@ -26,6 +26,7 @@ from mergekit_lab.checkpoints.files import Safetensors, open_index
 from mergekit_lab.checkpoints.inspection import plan_specs
 from mergekit_lab.checkpoints.plain_files import read_json
 from mergekit_lab.errors import InputError, join_names, suggest
+from mergekit_lab.ranges import require
 
 RECORD_FILE = "low_rank.json"
 LEFT, RIGHT, COORDINATES = ".u", ".v", ".coordinates"
@@ -134,8 +135,7 @@ class LowRank(Computed):
         if unknown:
             near = suggest(unknown[0], self.record.experts)
             raise InputError(f"{label} has no share of {join_names(unknown)}{near}")
-        if coefficient is not None and not math.isfinite(coefficient):
-            raise InputError(f"coefficient is {coefficient}; it must be finite")
+        require(coefficient is None or math.isfinite(coefficient), "coefficient", coefficient, "finite")
         file = folder / f"{LowRankRecord.stem}.safetensors"
         index = file.with_name(f"{file.name}.index.json")
         sharded = index.is_file()

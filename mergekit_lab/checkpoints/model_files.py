@@ -125,23 +125,6 @@ def measure_files(files: Files) -> dict[str, int]:
     return {n: len(c.encode()) if isinstance(c, str) else c.stat().st_size for n, c in files.items()}
 
 
-def copy_tokenizer_files(source: Path, folder: Path) -> list[str]:
-    """Plan and write; see `plan_tokenizer_files`."""
-    return list(write_files(plan_tokenizer_files(source), folder))
-
-
-def copy_model_files(
-    source: Path,
-    folder: Path,
-    library: Library | None = None,
-    dtype: torch.dtype | None = None,
-    vocabulary: int | None = None,
-    changed: Mapping[str, Any] | None = None,
-) -> list[str]:
-    """Plan and write; see `plan_model_files`."""
-    return list(write_files(plan_model_files(source, library, dtype, vocabulary, changed), folder))
-
-
 def find_parts_with_weights(source: Path) -> list[str]:
     """Modules of sentence-transformers, outside the model, that have weights.
 

@@ -32,7 +32,7 @@ def read_tokens(folder: Path | None) -> dict[str, int] | None:
         raise InputError(f"the tokenizer files of {folder} cannot be read ({error!r})") from None
     if wrong:
         raise InputError(
-            f"the tokenizer files of {folder} give impossible rows to ({join_names(map(repr, wrong))})"
+            f"the tokenizer files of {folder} give tokens impossible rows ({join_names(map(repr, wrong))})"
         )
     return tokens
 

@@ -39,6 +39,11 @@ _NEEDED = {
 """What each command cannot do without, and how it is set."""
 
 
+def list_arguments(command: Any) -> dict[str, Any]:
+    """A command's configuration as arguments of the function that does the same from Python."""
+    return {name: value for name, value in vars(command).items() if name not in ("command", "run_dir")}
+
+
 def refuse_unset(cfg: DictConfig) -> None:
     """Refuse a command that lacks what it works on, before seconds of imports.
 

@@ -160,7 +160,7 @@ class Pair:
 
 
 def list_pairs(measured: Interference) -> list[Pair]:
-    """Every pair, the worst first: by predicted harm with Fishers, else by what cancels."""
+    """Every pair: most harm first with Fishers, else most canceling."""
     total = measured.total
     made = []
     for i, first in enumerate(measured.experts):
@@ -229,9 +229,9 @@ def _tabulate_experts(measured: Interference) -> Table:
 def _tabulate_pairs(measured: Interference) -> Table:
     columns = ["cosine", "sign conflict", "canceling", "subspaces / chance"]
     columns += ["harm →", "harm ←"] if measured.has_fishers else []
-    table = _make_table(
-        "Pairs, the worst first (sign conflict and canceling: 50 % is unrelated)", "pair", columns
-    )
+    order = "harm" if measured.has_fishers else "canceling"
+    title = f"Pairs, most {order} first (sign conflict and canceling: 50 % is unrelated)"
+    table = _make_table(title, "pair", columns)
     for pair in list_pairs(measured)[:_SHOWN]:
         cells = [f"{pair.cosine:.3f}", f"{100 * pair.sign_conflict:.1f} %", f"{100 * pair.canceling:.1f} %"]
         cells.append("–" if pair.overlap is None else f"{pair.overlap:.2f}")

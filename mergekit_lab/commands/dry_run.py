@@ -33,8 +33,8 @@ from mergekit_lab.checkpoints import (
 )
 from mergekit_lab.commands.prepared import Prepared
 from mergekit_lab.commands.write import list_input_files, plan_files_beside
-from mergekit_lab.errors import InputError
-from mergekit_lab.machine import count_free_bytes, format_duration, format_size
+from mergekit_lab.errors import InputError, say_bytes, say_duration
+from mergekit_lab.machine import count_free_bytes
 from mergekit_lab.merging import (
     CAT,
     TIES,
@@ -90,7 +90,7 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format
     result.add_section(
         "Result",
         [
-            f"{len(stored)} tensors in {len(shards)} files, {format_size(written)} of disk",
+            f"{len(stored)} tensors in {len(shards)} files, {say_bytes(written)} of disk",
             f"{len(merged)} tensors are merged by {type(prepared.method).__name__}, {kept} are the base's",
             *explain_shapes(prepared.method, {n: s.shape for n, s in prepared.base.specs.items()}, set(merged)),
             _describe_room(out, written, result),
@@ -171,10 +171,8 @@ def _describe_room(out: Path | None, written: int, result: Report) -> str:
         return "no out=… is set"
     free = count_free_bytes(out)
     if free < written:
-        result.problems.append(
-            f"out={out} needs {format_size(written)} of disk and {format_size(free)} are free"
-        )
-    return f"{format_size(free)} of disk are free at {out}"
+        result.problems.append(f"out={out} needs {say_bytes(written)} of disk and {say_bytes(free)} are free")
+    return f"{say_bytes(free)} of disk are free at {out}"
 
 
 _FIXED = 4 << 20
@@ -204,9 +202,9 @@ def _describe_memory(prepared: Prepared, specs: dict[str, TensorSpec], merged: S
         device = "no device memory: the arithmetic is on the CPU"
     else:
         taken = _estimate_device_memory(prepared, sizes, item, whole) + counters
-        device = f"device memory: about {format_size(taken)}"
+        device = f"device memory: about {say_bytes(taken)}"
     return [
-        f"host memory: at most {format_size(held)} above start-up (files that are mapped not counted)",
+        f"host memory: at most {say_bytes(held)} above start-up (files that are mapped not counted)",
         device,
     ]
 
@@ -239,17 +237,17 @@ def _describe_seconds(prepared: Prepared, merged: Sequence[str], written: int, r
     moved = (read + written) / _BYTES_A_SECOND
     sizes = [prepared.base.specs[name].numel for name in merged]
     if not sizes or result.problems:
-        return f"time: about {format_duration(moved)} of reading and writing"
+        return f"time: about {say_duration(moved)} of reading and writing"
     try:
         arithmetic = _estimate_arithmetic(prepared, merged, sizes)
     except InputError as error:
         result.problems.append(str(error))
-        return f"time: about {format_duration(moved)} of reading and writing"
+        return f"time: about {say_duration(moved)} of reading and writing"
     except Exception as error:  # a method may fail on made-up tensors; an estimate is no reason to
         cause = type(error).__name__
-        return f"time: about {format_duration(moved)} of reading and writing, arithmetic unknown ({cause})"
-    rate = f"{format_duration(arithmetic)} of arithmetic, {format_duration(moved)} of disk at 1 GB/s"
-    return f"time: about {format_duration(max(moved, arithmetic))} ({rate})"
+        return f"time: about {say_duration(moved)} of reading and writing, arithmetic unknown ({cause})"
+    rate = f"{say_duration(arithmetic)} of arithmetic, {say_duration(moved)} of disk at 1 GB/s"
+    return f"time: about {say_duration(max(moved, arithmetic))} ({rate})"
 
 
 def _is_finer(checkpoint: Checkpoint, base: Checkpoint, names: Sequence[str]) -> bool:

@@ -29,6 +29,7 @@ from mergekit_lab.checkpoints import (
     read_json,
     write_files,
 )
+from mergekit_lab.commands import list_arguments
 from mergekit_lab.commands.prepared import plan_output
 from mergekit_lab.console import is_watched
 from mergekit_lab.errors import InputError
@@ -121,22 +122,5 @@ class Expand:
     run_dir: str
 
     def run(self, folder: Path) -> None:
-        """Expand.
-
-        Raises:
-            InputError: it does not work.
-        """
-        assert self.low_rank
-        assert self.base
-        assert self.out
-        out = expand(
-            self.low_rank,
-            self.base,
-            self.out,
-            tasks=self.tasks,
-            coefficient=self.coefficient,
-            overwrite=self.overwrite,
-            max_shard_bytes=self.max_shard_bytes,
-            progress=self.progress,
-        )
-        log.info("expanded %s into %s", self.low_rank, out)
+        """Expand; `folder` stays empty."""
+        log.info("expanded %s into %s", self.low_rank, expand(**list_arguments(self)))

@@ -10,9 +10,10 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from mergekit_lab.commands import list_arguments
 from mergekit_lab.commands.merge_checkpoints import merge
-from mergekit_lab.commands.prepare import Devices
 from mergekit_lab.merging import TaskArithmetic
+from mergekit_lab.merging.devices import Devices
 from mergekit_lab.merging.inputs import Source
 
 log = logging.getLogger(__name__)
@@ -45,12 +46,8 @@ def extract(
         out: the folder to make; it appears whole or not at all.
         rank: at most so many directions per weight, at least 1.
         energy: keep at least this share of each weight's squared change, in (0, 1].
-        include, exclude: name patterns, or one.
         dtype: the factors' dtype; float32 by default.
-        device: where the arithmetic happens.
-        overwrite: replace `out` if a merge wrote it.
-        push_to, push_private: as `merge` takes them.
-        progress: show a bar.
+        include, exclude, device, overwrite, push_to, push_private, progress: as `merge` takes them.
 
     Returns:
         `out`.
@@ -87,17 +84,5 @@ class Extract:
     run_dir: str
 
     def run(self, folder: Path) -> None:
-        """Extract.
-
-        Raises:
-            InputError: it does not work.
-        """
-        assert self.base
-        assert self.expert
-        assert self.out
-        out = extract(
-            self.base, self.expert, self.out, rank=self.rank, energy=self.energy, include=self.include,
-            exclude=self.exclude, dtype=self.dtype, device=self.device, overwrite=self.overwrite,
-            push_to=self.push_to, push_private=self.push_private, progress=self.progress,
-        )  # fmt: skip
-        log.info("extracted what %s changed into %s", self.expert, out)
+        """Extract; `folder` stays empty."""
+        log.info("extracted what %s changed into %s", self.expert, extract(**list_arguments(self)))

@@ -86,7 +86,7 @@ def say_command(prepared: Prepared, title: str, format: str) -> str:
         "include": None if prepared.include is None else f"[{','.join(prepared.include)}]",
         "exclude": f"[{','.join(prepared.exclude)}]" if prepared.exclude else None,
         "embeddings": prepared.embeddings,
-        "dtype": None if prepared.dtype is None else str(prepared.dtype).removeprefix("torch."),
+        "dtype": prepared.dtype_name,
         "format": None if format == "dense" else format,
     }
     words += [f"{name}={value}" for name, value in settings.items() if value is not None]
@@ -124,7 +124,7 @@ def write_recipe(prepared: Prepared) -> str:
     if parameters:
         recipe["parameters"] = parameters
     if prepared.dtype is not None:
-        recipe["dtype"] = str(prepared.dtype).removeprefix("torch.")
+        recipe["dtype"] = prepared.dtype_name
     return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
 
 

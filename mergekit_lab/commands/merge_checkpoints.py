@@ -13,14 +13,16 @@ import torch
 from annotated_types import Ge, Gt, Le
 
 from mergekit_lab.checkpoints import MAX_SHARD_BYTES, check_out, check_push
-from mergekit_lab.commands.prepare import Devices, prepare
+from mergekit_lab.commands.prepare import prepare
 from mergekit_lab.commands.prepared import Prepared
 from mergekit_lab.commands.sources import list_local_paths, read_sources
 from mergekit_lab.commands.write import check_format, write
 from mergekit_lab.console import is_watched
 from mergekit_lab.errors import InputError, say_bytes
 from mergekit_lab.merging import Method
+from mergekit_lab.merging.devices import Devices
 from mergekit_lab.merging.inputs import Source, Sources, list_patterns
+from mergekit_lab.ranges import require
 from mergekit_lab.schema.target import Target
 
 if TYPE_CHECKING:
@@ -97,8 +99,7 @@ def merge(
     """
     check_push(push_to)
     for name, number in (metrics or {}).items():
-        if not isinstance(number, int | float):
-            raise InputError(f"metrics: {name} is {number!r}; it must be a number")
+        require(isinstance(number, int | float), f"metrics: {name}", number, "a number")
     check_out(Path(out).expanduser(), overwrite, list_local_paths(base, experts))
     for kind, given in (("fisher", fishers), ("gram", grams)):
         if given is not None:
@@ -117,33 +118,14 @@ def merge(
 
 @dataclass(frozen=True)
 class MergeCheckpoints:
-    """The configuration of the command.
+    """The configuration of the command; `merge` says what its keys are.
 
     Args:
-        base: a folder, a file or a hub id.
-        experts: a list of the same and of PEFT adapters' folders, a mapping from name to one, or `@list.txt`: a
-            file with a line each, `path` or `name=path`.
-        out: the folder to be made.
         recipe: a mergekit YAML in place of `base`, `experts` and `merger`.
+        experts, fishers, grams: `@list.txt` too, a file with a line each, `path` or `name=path`.
         merger: the method; a coefficient that is null is the method's own default, nothing is searched here.
-        fishers, grams: side inputs, in the experts' order or by name; `@list.txt` too.
-        include, exclude: name patterns of tensors.
-        embeddings: intersect, pad or base, where vocabularies differ.
-        tokenizer_from: a folder, a hub id or an expert's name.
-        allow_config_mismatch: keys of configurations that may differ.
-        dtype: float32, float16, bfloat16, …; null: each tensor's own.
-        format: dense; low_rank: what a spectral merge adds to the base, in factors; per_task: what a method
-            adds that makes a model for every task; adapter: one LoRA adapter.
-        rank, energy: of an adapter.
-        metrics: numbers for the model card, by name.
-        push_to: a repository of the hub that gets the result.
-        push_private: whether it is made private.
         dry_run: read headers only, and say what would happen.
-        overwrite: replace `out` if a merge wrote it.
-        max_shard_bytes: of one file.
-        device: where the arithmetic happens.
-        seed: of methods that draw random numbers.
-        progress: show a bar.
+        seed: of a recipe's methods that draw random numbers.
     """
 
     command: Literal["merge_checkpoints"]
@@ -204,7 +186,8 @@ class MergeCheckpoints:
         for note in prepared.notes:
             log.info("%s", note)
         total = sum(path.stat().st_size for path in out.expanduser().iterdir())
-        log.info("merged %d experts into %s (%s)", len(prepared.experts), out, say_bytes(total))
+        count = len(prepared.experts)
+        log.info("merged %d expert%s into %s (%s)", count, "s" * (count > 1), out, say_bytes(total))
 
     def _read_inputs(self, stages: Path | None) -> tuple[dict[str, Any], Sequence[str], str | None]:
         """What is merged and how, as arguments of `prepare`; notes on a recipe, and its text.
@@ -224,9 +207,7 @@ class MergeCheckpoints:
 
         clashing = [name for name in ("base", "experts", "merger") if getattr(self, name)]
         if clashing:
-            raise InputError(
-                f"recipe={self.recipe} says what {' and '.join(clashing)} are: give one or the other"
-            )
+            raise InputError(f"recipe={self.recipe} sets {' and '.join(clashing)} itself: leave them out")
         recipe = read_recipe(Path(self.recipe).expanduser(), self.seed, stages)
         if stages is not None:
             for name, stage in recipe.stages.items():

@@ -40,17 +40,15 @@ from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.commands.prepared import Adapter, Arranged, Prepared
 from mergekit_lab.commands.sources import name_sources, refuse_absent, shorten_path
 from mergekit_lab.errors import InputError, join_names, suggest
-from mergekit_lab.machine import list_devices
 from mergekit_lab.merging import Method, resolve_device
-from mergekit_lab.merging.devices import parse_devices
+from mergekit_lab.merging.devices import Devices, parse_devices
 from mergekit_lab.merging.inputs import RUNNING_STATISTICS, Source, Sources, is_selected
-from mergekit_lab.ranges import require_choice
+from mergekit_lab.ranges import require, require_choice
 
 _FACTOR = re.compile(
     r"(^|[._])(lora_?(a|b|down|up|embedding_a|embedding_b)|lora\.(down|up)|hada_|lokr_)", re.IGNORECASE
 )
 """In names of adapters, of peft, diffusers and kohya-ss."""
-Devices = str | int | Sequence[str | int]
 
 
 def prepare(
@@ -79,12 +77,12 @@ def prepare(
         read: compare the values of names that look tied; False reads headers only, and keeps what is wrong with
             the vocabularies for the report.
     """
-    if isinstance(method, type) or not (isinstance(method, Method) or callable(method)):
-        raise InputError(f"method is {method!r}; it must be an instance of a merging method, as TIES()")
+    right = isinstance(method, Method) or (callable(method) and not isinstance(method, type))
+    require(right, "method", method, "an instance of a merging method, as TIES()")
     named = name_sources(experts, "experts")
     if not named:
         raise InputError("there is nothing to merge: give experts=[…]")
-    dtype, devices = read_dtype(dtype), read_devices(device)
+    dtype, devices = read_dtype(dtype), parse_devices(device)
     if read:  # the hub may be slow: what can be judged before it is asked is judged now
         for each in devices:
             resolve_device(each)
@@ -268,19 +266,9 @@ def _check_tokenizer(folder: Path | None, base: Checkpoint) -> None:
     tokens = read_tokens(folder) if rows else None
     if rows and tokens and max(tokens.values()) >= rows:
         raise InputError(
-            f"tokenizer_from={folder}: its tokens reach row {max(tokens.values())}, and the result has {rows} "
-            "rows: embeddings=pad makes room for the tokens of models that have them"
+            f"tokenizer_from={folder}: it has tokens up to row {max(tokens.values())}, but the result has "
+            f"{rows} rows: set embeddings=pad, which adds rows"
         )
-
-
-def read_devices(device: Devices) -> list[str]:
-    """Devices by name; `auto` is all that there are of CUDA, else the CPU.
-
-    Raises:
-        InputError: no name, or no list of them.
-    """
-    names = parse_devices(device)
-    return list_devices() if names == "auto" else [names] if isinstance(names, str) else names
 
 
 def read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -292,11 +280,9 @@ def read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if dtype is None:
         return None
     if isinstance(dtype, torch.dtype):
-        if not dtype.is_floating_point:
-            raise InputError(f"dtype is {dtype}; it must be a floating-point dtype")
+        require(dtype.is_floating_point, "dtype", dtype, "a floating-point dtype")
         return dtype
-    if dtype not in FLOATING:
-        raise InputError(f"dtype is {dtype!r}{suggest(dtype, FLOATING)}")
+    require_choice("dtype", dtype, FLOATING)
     value: torch.dtype = getattr(torch, dtype)
     return value
 

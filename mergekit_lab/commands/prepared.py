@@ -99,6 +99,11 @@ class Prepared:
         return find_library(self.base)
 
     @property
+    def dtype_name(self) -> str | None:
+        """What the result is stored in, by name; None: each tensor's own."""
+        return None if self.dtype is None else str(self.dtype).removeprefix("torch.")
+
+    @property
     def left_out(self) -> list[str]:
         """Patterns of everything that is not merged."""
         return [*self.exclude, *(escape(name) for name in self.kept)]

@@ -9,6 +9,7 @@ from typing import Any
 
 from mergekit_lab.checkpoints import LIBRARIES, find_source, parse_hub_id
 from mergekit_lab.errors import InputError, abbreviate, join_names
+from mergekit_lab.ranges import require
 
 
 def read_sources(value: Any, what: str) -> list[str] | dict[str, str]:
@@ -34,8 +35,8 @@ def read_sources(value: Any, what: str) -> list[str] | dict[str, str]:
             if len(set(names)) < len(names):
                 raise InputError(f"{what}={value}: {file} gives a name twice ({join_names(names)})")
             return {name.strip(): path.strip() for name, path in pairs}
-    if not isinstance(value, list | Mapping) or not value:
-        raise InputError(f"{what} is {abbreviate(value)}; it must be a list or a mapping of checkpoints")
+    right = isinstance(value, list | Mapping) and bool(value)
+    require(right, what, value, "a list or a mapping of checkpoints")
     paths = list(value.values()) if isinstance(value, Mapping) else value
     odd = [path for path in paths if isinstance(path, bool) or not isinstance(path, str | int | float)]
     if odd:

@@ -38,13 +38,14 @@ from mergekit_lab.checkpoints import (
 )
 from mergekit_lab.commands.hub_card import describe_for_hub, say_command, say_usage, write_recipe
 from mergekit_lab.commands.prepared import Prepared
-from mergekit_lab.errors import InputError, join_names, say_bytes, suggest
+from mergekit_lab.errors import InputError, join_names, say_bytes
 from mergekit_lab.machine import count_free_bytes
 from mergekit_lab.merging import merge_factors, merge_tensors, require_factors
 from mergekit_lab.merging.adapter import AdapterMerge
 from mergekit_lab.merging.blocks import Notes
 from mergekit_lab.merging.jobs import count_work
 from mergekit_lab.prefetch import prefetch
+from mergekit_lab.ranges import require_choice
 
 
 def write(
@@ -94,7 +95,9 @@ def _write_model(
         limit, stem = prepared.max_shard_bytes, LowRankRecord.stem
     beside = plan_files_beside(prepared, format)
     planned = plan_files(specs, limit, stem) | measure_files(beside)
-    _check_room(out, sum(planned.values()))
+    needed, free = sum(planned.values()), count_free_bytes(out)
+    if needed > free:
+        raise InputError(f"out={out} needs {say_bytes(needed)} of disk and {say_bytes(free)} are free")
     with make_folder(out, overwrite, planned) as folder:
         with (
             ShardedWriter(folder, specs, limit, stem) as writer,
@@ -168,8 +171,7 @@ def _collect_arguments(prepared: Prepared) -> dict[str, Any]:
 
 def check_format(prepared: Prepared, format: str, rank: int | None = None, energy: float | None = None) -> None:
     """Refuse a format that there is not, or that does not hold this merge."""
-    if format not in _FORMATS:
-        raise InputError(f"format is {format!r}{suggest(format, _FORMATS)}")
+    require_choice("format", format, ("dense", "low_rank", "per_task", "adapter"))
     if format == "adapter":
         AdapterMerge(prepared.base, prepared.experts, prepared.method, rank, energy)
     elif rank is not None or energy is not None:
@@ -184,14 +186,11 @@ def check_format(prepared: Prepared, format: str, rank: int | None = None, energ
             raise InputError(f"format={format} stores only changes to the base, but an expert unties {untied}")
 
 
-_FORMATS = ("dense", "low_rank", "per_task", "adapter")
-
-
 def _make_low_rank_record(prepared: Prepared) -> LowRankRecord:
     return LowRankRecord(
         experts=list(prepared.experts),
         coefficient=prepared.method.scale,
-        dtype=None if prepared.dtype is None else str(prepared.dtype).removeprefix("torch."),
+        dtype=prepared.dtype_name,
         tied=prepared.base.find_ties(),
         base=fingerprint(prepared.origin, prepared.base_source),
     )
@@ -207,12 +206,6 @@ def list_input_files(prepared: Prepared) -> list[Path]:
     """All files that a merge reads: of the base, the experts and the side inputs."""
     side = [checkpoint for by_name in prepared.side.values() for checkpoint in by_name.values()]
     return [file for c in (prepared.origin, *prepared.opened.values(), *side) for file in c.files]
-
-
-def _check_room(out: Path, needed: int) -> None:
-    free = count_free_bytes(out)
-    if needed > free:
-        raise InputError(f"out={out} needs {say_bytes(needed)} of disk and {say_bytes(free)} are free")
 
 
 def plan_files_beside(prepared: Prepared, format: str) -> dict[str, Path | str]:
@@ -277,9 +270,7 @@ def _make_card(
         experts={name: fingerprint(c, prepared.sources[name]) for name, c in prepared.opened.items()},
         side=side,
         settings={
-            "dtype": "each tensor's own"
-            if prepared.dtype is None
-            else str(prepared.dtype).removeprefix("torch."),
+            "dtype": prepared.dtype_name or "each tensor's own",
             "include": prepared.include,
             "exclude": list(prepared.exclude) or None,
             "embeddings": prepared.embeddings,

@@ -22,12 +22,12 @@ from mergekit_lab.curvature.likelihood import (
     compute_logits,
     draw_labels,
     log_likelihood,
-    sum_dtype,
     with_labels,
 )
 from mergekit_lab.curvature.recorder import Recorder
 from mergekit_lab.curvature.tape import NoRule, Tape
 from mergekit_lab.errors import join_names
+from mergekit_lab.optim.precision import widen_dtype
 from mergekit_lab.ranges import require_whole
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class _Estimate:
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.taped = dict(self.trained)
         self.idle: set[str] = set()
-        self.totals = {n: torch.zeros_like(p, dtype=sum_dtype(p)) for n, p in self.trained.items()}
+        self.totals = {n: torch.zeros_like(p, dtype=widen_dtype(p)) for n, p in self.trained.items()}
 
     def add(self, batch: Batch) -> None:
         """Add every sample's square."""

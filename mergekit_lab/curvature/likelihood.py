@@ -70,8 +70,3 @@ def with_labels(batch: Batch, labels: Tensor, causal: bool) -> Batch:
     if causal:
         labels = torch.cat([find_labels(batch)[:, :1], labels], dim=1)
     return {**batch, "labels": labels} if isinstance(batch, Mapping) else (batch[0], labels)
-
-
-def sum_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype for sums over a parameter's gradients: float64 if the parameter is, else float32."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

@@ -18,9 +18,10 @@ from torch.optim import Optimizer
 
 from mergekit_lab.batches import Batch, count_samples, cut_batch
 from mergekit_lab.curvature.fisher import switch_to_evaluation
-from mergekit_lab.curvature.likelihood import compute_logits, log_likelihood, sum_dtype
+from mergekit_lab.curvature.likelihood import compute_logits, log_likelihood
 from mergekit_lab.errors import InputError, join_names
-from mergekit_lab.ranges import require_whole
+from mergekit_lab.optim.precision import widen_dtype
+from mergekit_lab.ranges import require, require_whole
 
 _MOMENTS = ("exp_avg", "momentum_buffer")
 
@@ -41,11 +42,10 @@ def first_moment(
     Raises:
         InputError: a beta or chunk out of range, or no batch.
     """
-    if not 0 <= beta < 1:
-        raise InputError(f"beta is {beta}; it must be in [0, 1)")
+    require(0 <= beta < 1, "beta", beta, "in [0, 1)")
     require_whole("chunk", chunk, 1)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    moments = {n: torch.zeros_like(p, dtype=sum_dtype(p)) for n, p in trained.items()}
+    moments = {n: torch.zeros_like(p, dtype=widen_dtype(p)) for n, p in trained.items()}
     seen = 0
     with switch_to_evaluation(model), torch.enable_grad():
         for batch in batches:
@@ -88,7 +88,7 @@ def squared_first_moment(
         if moment is None:
             without.append(name)
         else:
-            squares[name] = moment.to(sum_dtype(moment)).square()
+            squares[name] = moment.to(widen_dtype(moment)).square()
     if without:
         raise InputError(
             f"{type(optimizer).__name__} keeps no first moment of {join_names(without)}: it must have stepped, "

@@ -1,6 +1,6 @@
 """How good a model is at a task, and which coefficient is best on validation."""
 
-from mergekit_lab.evaluation.harness import HarnessScores, load_harness_task, score_with_harness
+from mergekit_lab.evaluation.harness import load_harness_task, score_with_harness
 from mergekit_lab.evaluation.scores import Scores, score
 from mergekit_lab.evaluation.search import (
     Candidate,
@@ -13,7 +13,6 @@ from mergekit_lab.evaluation.search import (
 
 __all__ = [
     "Candidate",
-    "HarnessScores",
     "Scores",
     "choose_best",
     "load_harness_task",

@@ -147,8 +147,8 @@ def read_results(task: HarnessTask, results: Any) -> HarnessScores:
                 samples[label] = list(map(float, each))
     if not metrics:
         raise InputError(
-            f"{task.name}: records hold metrics that are at most 1 and better when larger, but "
-            f"lm-evaluation-harness measures {join_names(left_out)} here"
+            f"{task.name}: lm-evaluation-harness measures {join_names(left_out)}, but tables take only "
+            "metrics that are at most 1, where more is better"
         )
     counts = results["n-samples"]
     return HarnessScores(metrics, samples, sum(counts[name]["effective"] for name in counts))

@@ -10,10 +10,8 @@ steps around the best. Many weights are found by CMA-ES (Hansen & Ostermeier 200
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from mergekit_lab.errors import InputError
+from mergekit_lab.kept_results import keep_results
 
 Score = Callable[[str, float], float]
 """The value of a task on the first share, in (0, 1], of its validation samples."""
@@ -56,15 +55,19 @@ def normalize(values: Mapping[str, float], expert_values: Mapping[str, float]) -
     dead = [task for task, value in expert_values.items() if not value > 0]
     if dead:
         raise InputError(
-            f"the experts of {', '.join(dead)} score 0 or less, so no value can be divided by theirs: train "
-            f"them longer, leave the task out ('~suite.tasks.{dead[0]}'), or fix the coefficient, so that none "
-            "is searched (merger.coefficient=1, mergers.NAME.coefficient=1)"
+            f"the experts of {', '.join(dead)} score 0 or less, so results cannot be divided by theirs: "
+            f"train longer, leave the task out ('~suite.tasks.{dead[0]}'), or set the coefficient "
+            "(merger.coefficient=1, mergers.NAME.coefficient=1)"
         )
     return sum(values[task] / expert_values[task] for task in values) / len(values)
 
 
 def choose_best(curve: Sequence[Candidate]) -> Candidate:
-    """The candidate with the highest criterion on all samples; among equals, the nearest to the base."""
+    """The candidate with the highest criterion on all samples; among equals, the nearest to the base.
+
+    Args:
+        curve: at least one candidate was not pruned, and was scored on all samples.
+    """
     whole = [c for c in curve if c.share == 1 and not c.pruned]
     return max(whole, key=lambda c: (c.normalized, -abs(c.coefficient)))
 
@@ -218,9 +221,14 @@ def search_cma_es(
     """
     optuna = import_optuna()
     if size < 2:
-        raise InputError("search.method=cma_es finds two weights or more: name more search.layers, or experts")
+        raise InputError("search.method=cma_es needs at least two weights: name more search.layers, or experts")
     normalize(dict.fromkeys(experts, 0.0), experts)
-    known = _read_log(log) if log else {}
+
+    def measure_once(point: Sequence[float]) -> dict[str, float]:
+        score = at(point)
+        return {task: score(task, 1.0) for task in experts}
+
+    measure = keep_results(measure_once, log) if log else measure_once
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = optuna.samplers.CmaEsSampler(seed=seed, popsize=population)
     study = optuna.create_study(direction="maximize", sampler=sampler)
@@ -230,24 +238,7 @@ def search_cma_es(
     for _ in turns:
         trial = study.ask(space)
         point = tuple(float(trial.params[name]) for name in space)
-        values = known.get(point)
-        if values is None:
-            score = at(point)
-            values = {task: score(task, 1.0) for task in experts}
-            if log:
-                with log.open("a") as file:
-                    # the break comes first: it also ends a line that was cut
-                    file.write("\n" + json.dumps({"point": point, "values": values}))
+        values = measure(point)
         curve.append(Candidate(1.0, values, normalize(values, experts), fields={"point": list(point)}))
         study.tell(trial, curve[-1].normalized)
     return curve
-
-
-def _read_log(log: Path) -> dict[tuple[float, ...], dict[str, float]]:
-    """Values by point; a line that was cut is none."""
-    known = {}
-    for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
-        with suppress(ValueError, KeyError, TypeError):
-            trial = json.loads(line)
-            known[tuple(trial["point"])] = dict(trial["values"])
-    return known

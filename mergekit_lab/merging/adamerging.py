@@ -23,7 +23,7 @@ from torch import Tensor
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Method, Site
 from mergekit_lab.merging.inputs import Source, Sources, open_inputs
-from mergekit_lab.ranges import require, require_choice, require_rate
+from mergekit_lab.ranges import require, require_choice, require_positive
 
 _START = 0.3
 
@@ -51,7 +51,7 @@ class Learning:
     def __post_init__(self) -> None:
         require(self.steps >= 1, "steps", self.steps, "at least 1")
         require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
-        require_rate("lr", self.lr)
+        require_positive("lr", self.lr)
         require(0 <= self.start <= 1, "start", self.start, "in [0, 1]")
         require_choice("part", self.part, ("test", "validation", "train"))
 

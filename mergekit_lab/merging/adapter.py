@@ -73,8 +73,12 @@ class AdapterMerge:
         require(self.rank is None or self.rank >= 1, "rank", self.rank, "at least 1, or null")
         require(self.energy is None or 0 < self.energy <= 1, "energy", self.energy, "in (0, 1], or null")
         if self.rank is None and self.energy is None and not self.is_sum and not self.is_joint:
-            adapters = all(find_adapter(expert) for expert in self.experts.values())
-            why = f"{type(self.method).__name__} is no weighted sum" if adapters else "an expert is no adapter"
+            if not all(find_adapter(expert) for expert in self.experts.values()):
+                why = "an expert is no adapter"
+            elif not find_plain_adapters(self.experts):
+                why = "an expert's adapter is more than LoRA of linear layers (DoRA, embeddings, whole tensors)"
+            else:
+                why = f"{type(self.method).__name__} is not a weighted sum"
             raise InputError(f"format=adapter needs rank=… or energy=… here: {why}, so changes have full rank")
 
     @property
@@ -124,11 +128,12 @@ class AdapterMerge:
         """A description for model cards."""
         ranks = sorted(set(self.ranks.values()))
         how = "exact" if self.exact else "cut to the largest directions of each weight"
+        how += " in what it holds" if self.exact and self.left_out else ""
         span = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
         notes = [f"adapter of rank {span}, {how}; relative error of what is added: {self.error:.3g}"]
         if self.left_out:
             notes.append(
-                f"{len(self.left_out)} tensors are no weights of linear layers and stay the base's: "
+                f"{len(self.left_out)} tensors are not weights of linear layers and stay the base's: "
                 f"{join_names(self.left_out)}"
             )
         return notes
@@ -168,7 +173,9 @@ class AdapterMerge:
         else:
             whole = float(change.square().sum())
         if not math.isfinite(whole):
-            raise InputError(f"the merged change of {name} holds NaN or infinite entries: a factor does, too")
+            raise InputError(
+                f"the merged change of {name} holds NaN or infinite entries: check the adapters' factors"
+            )
         self._whole += whole
         rank = change.a.shape[0] if isinstance(change, LowRankChange) else math.inf
         if not isinstance(change, LowRankChange) or self.energy is not None or rank > (self.rank or math.inf):

@@ -62,4 +62,4 @@ def find_outlier_bound(values: Tensor) -> Tensor:
 def _diverge(second: Tensor, first: Tensor) -> Tensor:
     """`KL(softmax second ‖ softmax first)` of each row, `[…, 1]`; both floored by 1e-8."""
     p, q = (x.softmax(dim=-1).add_(_FLOOR) for x in (second, first))
-    return q.reciprocal_().mul_(p).log_().mul_(p).sum(dim=-1, keepdim=True)
+    return torch.div(p, q, out=q).log_().mul_(p).sum(dim=-1, keepdim=True)

@@ -57,7 +57,9 @@ class ConsensusTA(ScaledMethod):
 
     def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
         if self.k > len(experts):
-            raise InputError(f"k is {self.k}, and {len(experts)} experts have no more masks than that to agree")
+            raise InputError(
+                f"k is {self.k}, but only {len(experts)} experts have masks that could agree: lower k"
+            )
         self._resolve_thresholds(experts, name)
         return super().weigh_experts(experts, name)
 

@@ -231,7 +231,9 @@ class Method:
             by_name = {str(expert): value for expert, value in self.weights.items()}
             for expert in by_name:
                 if expert not in experts:
-                    raise InputError(f"weights name {expert!r}, which is no expert{suggest(expert, experts)}")
+                    raise InputError(
+                        f"weights name {expert!r}, which is not an expert{suggest(expert, experts)}"
+                    )
             missing = set(experts) - set(by_name)
             if missing:
                 raise InputError(f"weights lack a number for {join_names(missing)}")

@@ -7,20 +7,30 @@ from collections.abc import Sequence
 import torch
 
 from mergekit_lab.errors import InputError
+from mergekit_lab.machine import list_devices
 
-Devices = str | torch.device | Sequence[str | torch.device]
+Devices = str | int | torch.device | Sequence[str | int | torch.device]
 """One device, or several that share the work."""
 
 
-def parse_devices(device: object) -> str | list[str]:
-    """One device or several by name; a number is a CUDA device's, as in torch.
+def parse_devices(device: object, spread: int | None = None) -> list[str]:
+    """Devices by name: one, or a list of them.
+
+    A number is a CUDA device's, as in torch. `auto` is all CUDA devices, else the CPU.
+
+    Args:
+        spread: what `spread` is on a CPU, up to so many processes; None: it is no name.
 
     Raises:
         InputError: no name, or no list of them.
     """
-    if isinstance(device, list | tuple) and device:
+    if device == "auto" or (device == "spread" and spread):
+        return list_devices(spread if device == "spread" and spread else 1)
+    if isinstance(device, list | tuple):
+        if not device:
+            raise InputError("device is an empty list")
         return [_parse_device(each) for each in device]
-    return _parse_device(device)
+    return [_parse_device(device)]
 
 
 def _parse_device(device: object) -> str:
@@ -43,5 +53,5 @@ def resolve_device(device: str | torch.device) -> torch.device:
         torch.empty(0, device=resolved)
     except (RuntimeError, NotImplementedError, AssertionError):
         names = ", ".join(["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))])
-        raise InputError(f"device {str(device)!r} is not there: this machine has {names}") from None
+        raise InputError(f"device {str(device)!r} does not exist: this machine has {names}") from None
     return resolved

@@ -24,7 +24,7 @@ from mergekit_lab.merging.contract import Site, Stream
 from mergekit_lab.merging.factorizations import solve_triplets
 from mergekit_lab.merging.selection import read_task_vectors, select_largest
 from mergekit_lab.merging.spectral import LayerWeightsMethod, cap_rank
-from mergekit_lab.ranges import require, require_rate
+from mergekit_lab.ranges import require, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class DOGE(LayerWeightsMethod):
         require(0 < self.density <= 1, "density", self.density, "in (0, 1]")
         require(self.subspace >= 1, "subspace", self.subspace, "at least 1")
         require(self.steps >= 0, "steps", self.steps, "at least 0")
-        require_rate("lr", self.lr)
+        require_positive("lr", self.lr)
 
     def survey(self, stream: Stream) -> list[float] | None:
         """The magnitude from which entries stay, of each expert."""

@@ -59,7 +59,9 @@ class PCB(ScaledMethod):
     def survey(self, stream: Stream) -> _Bounds | None:
         experts, entries = len(stream.experts), stream.entries
         if experts > _MOST_EXPERTS:
-            raise InputError(f"PCB weighs by exp(number of experts), and {experts} are too many for it")
+            raise InputError(
+                f"PCB takes at most {_MOST_EXPERTS} experts, not {experts}: it weighs by exp(their number)"
+            )
         if not entries:
             return None
         low, high = _find_bounds(stream, int(entries * _TAIL), int(entries * (1 - _TAIL) - 1), entries)

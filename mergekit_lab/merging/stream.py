@@ -22,7 +22,7 @@ from mergekit_lab.checkpoints import cast, check_range, open_checkpoint
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.blocks import Notes, Reader
 from mergekit_lab.merging.contract import Method, Segment, Site
-from mergekit_lab.merging.devices import Devices, resolve_device
+from mergekit_lab.merging.devices import Devices, parse_devices, resolve_device
 from mergekit_lab.merging.flat import allocate_result, view_like
 from mergekit_lab.merging.inputs import VARIANCE, Inputs, Source, Sources, open_inputs
 from mergekit_lab.merging.job_workers import Results, count_workers, run_jobs
@@ -287,11 +287,8 @@ def _lift_into(inputs: Inputs, dtype: torch.dtype | None) -> Lift:
 
 def open_readers(inputs: Inputs, method: Method, device: Devices, notes: Notes | None) -> list[Reader]:
     """One for each device, with one place for their notes."""
-    wanted = [device] if isinstance(device, str | torch.device) else device
-    if not wanted:
-        raise InputError("device is an empty list")
     shared: Notes = {} if notes is None else notes
-    return [Reader(inputs, method, resolve_device(each), notes=shared) for each in wanted]
+    return [Reader(inputs, method, resolve_device(each), notes=shared) for each in parse_devices(device)]
 
 
 def survey_model(readers: list[Reader]) -> Any:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mergekit_lab.merging.contract import Site
 from mergekit_lab.merging.spectral import LayerWeightsMethod, weigh
-from mergekit_lab.ranges import require, require_rate
+from mergekit_lab.ranges import require, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class WUDI(LayerWeightsMethod):
 
     def __post_init__(self) -> None:
         require(self.steps >= 0, "steps", self.steps, "at least 0")
-        require_rate("lr", self.lr)
+        require_positive("lr", self.lr)
 
     def merge_matrices(self, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
         orient = sites[0].orient

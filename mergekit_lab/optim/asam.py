@@ -23,9 +23,9 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.ascent import AscentOptimizer
-from mergekit_lab.optim.checks import require_known
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, combine, scale
 from mergekit_lab.optim.sharded import compute_global_norm
+from mergekit_lab.ranges import require_choice
 
 ADDED_TO_NORM = {"samsung": 1e-16, "saft": 1e-12, "printed": 1e-12}
 
@@ -105,8 +105,8 @@ class ASAM(AscentOptimizer):
 
     def validate(self) -> None:
         super().validate()
-        self.require_number("eta", minimum=0)
-        require_known("scaling", self.scaling, ADDED_TO_NORM)
+        self.require_number("eta", least=0)
+        require_choice("scaling", self.scaling, ADDED_TO_NORM)
         if self.scaling == "samsung" and not self.names:
             raise InputError(
                 "ASAM(scaling='samsung') tells weights from other parameters by their names and got none: "

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.optim.checks import require_flag, require_number
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, mix_gradients
 from mergekit_lab.optim.sharded import is_sharded
 from mergekit_lab.optim.wrapper import Closure, WrappedOptimizer
+from mergekit_lab.ranges import require, require_number
 
 
 class AscentOptimizer(WrappedOptimizer):
@@ -48,9 +48,9 @@ class AscentOptimizer(WrappedOptimizer):
         super().__init__(named_parameters, base)
 
     def validate(self) -> None:
-        self.require_number("rho", minimum=0)
-        require_number("ascent_fraction", self.ascent_fraction, minimum=0, maximum=1)
-        require_flag("sync_ascent", self.sync_ascent)
+        self.require_number("rho", least=0)
+        require_number("ascent_fraction", self.ascent_fraction, least=0, most=1)
+        require(isinstance(self.sync_ascent, bool), "sync_ascent", self.sync_ascent, "true or false")
         if self.ascent_fraction == 0:
             raise InputError("ascent_fraction=0 leaves the ascent no samples: give a number in (0, 1]")
         if not self.sync_ascent and any(is_sharded(p) for p in self.parameters):

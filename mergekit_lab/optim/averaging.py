@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.optim.checks import require_integer, require_number
 from mergekit_lab.optim.precision import widen
 from mergekit_lab.optim.saved_weights import SavedWeights
 from mergekit_lab.optim.sharded import take_parts
 from mergekit_lab.optim.wrapper import Closure, WrappedOptimizer
+from mergekit_lab.ranges import require_number, require_whole
 
 
 def fold_in(average: list[Tensor], weights: list[Tensor], part: float | Tensor) -> None:
@@ -81,9 +81,9 @@ class Averaging(WrappedOptimizer):
 
     def validate(self) -> None:
         super().validate()
-        require_integer("steps", self.steps, minimum=1)
-        require_number("start", self.start, minimum=0, maximum=1)
-        require_integer("every", self.every, minimum=1)
+        require_whole("steps", self.steps, least=1)
+        require_number("start", self.start, least=0, most=1)
+        require_whole("every", self.every, least=1)
 
     @property
     def training(self) -> bool:

@@ -1,51 +1,9 @@
-"""Checks with messages that name the parameter, its value and its range, or the change a loop needs."""
+"""What a training loop asks of any torch optimizer: what a step costs, and whether it bears accumulation."""
 
-import math
-from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
-from mergekit_lab.errors import InputError, suggest
-from mergekit_lab.ranges import FASTEST
-
-_LARGEST = 2**63 - 1
-"""Whole numbers beyond it are none to torch."""
-
-
-def require_number(name: str, value: Any, minimum: float = -math.inf, maximum: float = math.inf) -> None:
-    """Raise `InputError` unless `value` is in [`minimum`, `maximum`] and fits into float32, or into 64 bits if
-    it is a whole number.
-    """
-    ends = {"least": minimum, "most": maximum}
-    bounds = [f"{word} {end:g}" for word, end in ends.items() if math.isfinite(end)]
-    bound = f" of at {' and at '.join(bounds)}" if bounds else ""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InputError(f"{name}={value!r} is a {type(value).__name__}; it must be a finite number{bound}")
-    largest = _LARGEST if isinstance(value, int) else FASTEST
-    if not (abs(value) <= largest and minimum <= value <= maximum):
-        size = "" if abs(value) <= largest else f", no larger than {largest:g}"
-        raise InputError(f"{name}={str(value)[:40]} is out of range; it must be a finite number{bound}{size}")
-
-
-def require_integer(name: str, value: Any, minimum: float = -math.inf) -> None:
-    """Raise `InputError` unless `value` is an integer, at least `minimum`."""
-    require_number(name, value, minimum)
-    if not isinstance(value, int):
-        raise InputError(f"{name}={value!r} must be a whole number")
-
-
-def require_known(name: str, value: str, known: Iterable[str]) -> None:
-    """Raise `InputError`, with the nearest valid name, unless `value` is one of `known`."""
-    options = tuple(known)
-    if value not in options:
-        way_out = suggest(str(value), options)
-        raise InputError(f"{name}={value!r} is not one of {', '.join(options)}{way_out}")
-
-
-def require_flag(name: str, value: Any) -> None:
-    """Raise `InputError` unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise InputError(f"{name}={value!r} is a {type(value).__name__}; it must be true or false")
+from mergekit_lab.errors import InputError
 
 
 def count_gradient_evaluations(optimizer: Any) -> Fraction:

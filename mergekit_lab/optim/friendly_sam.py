@@ -62,7 +62,7 @@ class FriendlySAM(AscentOptimizer):
     def validate(self) -> None:
         super().validate()
         self.require_number("sigma")
-        self.require_number("lmbda", minimum=0, maximum=1)
+        self.require_number("lmbda", least=0, most=1)
 
     def compute_perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         grads = widen(grads)

@@ -1,6 +1,5 @@
 """Settings that may differ between groups of parameters."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -8,8 +7,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mergekit_lab.errors import InputError, join_names
-from mergekit_lab.optim.checks import require_number
 from mergekit_lab.optim.parameters import Setting
+from mergekit_lab.ranges import FASTEST, require_number
 
 
 class GroupSettings(Optimizer):
@@ -40,8 +39,8 @@ class GroupSettings(Optimizer):
             if odd := common & group.keys():
                 name, may = type(self).__name__, join_names(self.group_settings) or "none of its own"
                 raise InputError(
-                    f"group {number} of the parameters has {join_names(odd)}, which is one for all groups (in "
-                    f"{name} a group may have {may}): pass it to {name} itself"
+                    f"parameter group {number} sets {join_names(odd)}, which {name} takes once for all "
+                    f"groups (a group may set {may}): pass it to {name} itself"
                 )
 
     def list_values(self, name: str) -> list[Any]:
@@ -51,13 +50,13 @@ class GroupSettings(Optimizer):
             return [common for _ in self.param_groups]
         return [group.get(name, common) for group in self.param_groups]
 
-    def require_number(self, name: str, minimum: float = -math.inf, maximum: float = math.inf) -> None:
+    def require_number(self, name: str, least: float = -FASTEST, most: float = FASTEST) -> None:
         """Raise `InputError` unless a setting is a number in range in every group."""
         common = getattr(self, name)
-        require_number(name, common, minimum, maximum)
+        require_number(name, common, least, most)
         for number, value in enumerate(self.list_values(name)):
             if value is not common:
-                require_number(f"{name} of group {number}", value, minimum, maximum)
+                require_number(f"{name} of group {number}", value, least, most)
 
     def read_setting(self, name: str, params: Sequence[Tensor], *, signed: bool = False) -> Setting:
         """A setting of `params`: one number, or a list with one per parameter if groups differ.

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.optim.checks import require_flag, require_integer, require_known, require_number
 from mergekit_lab.optim.fit import resolve_fit
 from mergekit_lab.optim.noise import DISTRIBUTIONS, Move, add_offset, draw_noise, hash_bits, to_signed
 from mergekit_lab.optim.offset import OffsetOptimizer
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
 from mergekit_lab.optim.sharded import is_distributed, is_sharded
 from mergekit_lab.optim.wrapper import Closure
+from mergekit_lab.ranges import require, require_choice, require_number, require_whole
 
 
 def merge_factor(
@@ -97,8 +97,8 @@ class MergOPT(OffsetOptimizer):
         per_rank: bool = False,
         task_vectors: Iterable[Any] | Mapping[str, Any] | None = None,
     ) -> None:
-        if isinstance(coefficients, str) or not isinstance(coefficients, Sequence):
-            raise InputError(f"coefficients is {coefficients!r}; it must be a list of numbers")
+        right = isinstance(coefficients, Sequence) and not isinstance(coefficients, str)
+        require(right, "coefficients", coefficients, "a list of numbers")
         self.coefficients = list(coefficients)
         self.max_experts = max_experts
         self.distribution = distribution
@@ -115,16 +115,16 @@ class MergOPT(OffsetOptimizer):
             raise InputError("coefficients is empty; give at least one merging coefficient, such as 0.3")
         for alpha in self.coefficients:
             require_number("coefficients", alpha)
-        require_integer("max_experts", self.max_experts, minimum=1)
+        require_whole("max_experts", self.max_experts, least=1)
         require_number("loc", self.loc)
-        require_number("scale", self.scale, minimum=0)
-        require_known("distribution", self.distribution, DISTRIBUTIONS)
-        require_integer("worst_of", self.worst_of, minimum=1)
-        require_flag("per_rank", self.per_rank)
+        require_number("scale", self.scale, least=0)
+        require_choice("distribution", self.distribution, DISTRIBUTIONS)
+        require_whole("worst_of", self.worst_of, least=1)
+        require(isinstance(self.per_rank, bool), "per_rank", self.per_rank, "true or false")
         if self.worst_of > 1 and self._maximizes and not all(g.get("maximize") for g in self.param_groups):
             raise InputError(
-                "MergOPT(worst_of=…) knows no worst offset where some groups minimize the loss and others "
-                "maximize it: set maximize alike in all groups, or worst_of=1"
+                "MergOPT(worst_of=…) needs groups that all minimize or all maximize: set maximize alike in "
+                "all groups, or worst_of=1"
             )
         if self.per_rank and any(is_sharded(p) for p in self.parameters):
             raise InputError(

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.optim.checks import require_integer
 from mergekit_lab.optim.noise import to_signed
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
 from mergekit_lab.optim.wrapper import Closure, WrappedOptimizer
+from mergekit_lab.ranges import require_whole
 
 
 class OffsetOptimizer(WrappedOptimizer):
@@ -54,7 +54,7 @@ class OffsetOptimizer(WrappedOptimizer):
         super().__init__(named_parameters, base)
 
     def validate(self) -> None:
-        require_integer("seed", self.seed)
+        require_whole("seed", self.seed)
 
     @property
     def drops_gradients(self) -> bool:  # type: ignore[override]

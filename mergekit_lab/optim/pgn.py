@@ -50,7 +50,7 @@ class PGN(AscentOptimizer):
 
     def validate(self) -> None:
         super().validate()
-        self.require_number("alpha", minimum=0)
+        self.require_number("alpha", least=0)
 
     @property
     def perturbs(self) -> bool:

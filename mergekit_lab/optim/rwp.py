@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mergekit_lab.optim.checks import require_number
 from mergekit_lab.optim.noise import draw_noise, hash_bits
 from mergekit_lab.optim.offset import OffsetOptimizer
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, mix_gradients
 from mergekit_lab.optim.pgn import interpolate
 from mergekit_lab.optim.precision import widen_dtype
 from mergekit_lab.optim.wrapper import Closure
+from mergekit_lab.ranges import require_number
 
 
 def filter_norms(weight: Tensor) -> Tensor:
@@ -79,8 +79,8 @@ class RWP(OffsetOptimizer):
 
     def validate(self) -> None:
         super().validate()
-        require_number("gamma", self.gamma, minimum=0)
-        require_number("alpha", self.alpha, minimum=0, maximum=1)
+        require_number("gamma", self.gamma, least=0)
+        require_number("alpha", self.alpha, least=0, most=1)
 
     @property
     def evaluations_per_step(self) -> int:  # type: ignore[override]

@@ -27,11 +27,11 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.optim.ascent import AscentOptimizer
-from mergekit_lab.optim.checks import require_integer, require_number
 from mergekit_lab.optim.noise import hash_bits, sample
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
 from mergekit_lab.optim.precision import widen
 from mergekit_lab.optim.sam import compute_sam_perturbation
+from mergekit_lab.ranges import require_number, require_whole
 
 
 def select_largest(scores: Tensor, count: int) -> Tensor:
@@ -78,8 +78,8 @@ class SparseAscent(AscentOptimizer):
 
     def validate(self) -> None:
         super().validate()
-        require_number("sparsity", self.sparsity, minimum=0, maximum=1)
-        require_integer("every", self.every, minimum=1)
+        require_number("sparsity", self.sparsity, least=0, most=1)
+        require_whole("every", self.every, least=1)
 
     def perturb_masked(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         """SAM's perturbation inside the mask, 0 outside."""
@@ -215,9 +215,9 @@ class SSAMD(SparseAscent):
 
     def validate(self) -> None:
         super().validate()
-        require_integer("steps", self.steps, minimum=1)
-        require_number("drop_rate", self.drop_rate, minimum=0, maximum=1)
-        require_integer("seed", self.seed)
+        require_whole("steps", self.steps, least=1)
+        require_number("drop_rate", self.drop_rate, least=0, most=1)
+        require_whole("seed", self.seed)
 
     def compute_perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         if any(p not in self.mask for p in params):

@@ -130,8 +130,8 @@ class WrappedOptimizer(GroupSettings):
         (plain,), names = split_names([param_group])
         if twice := {*plain["params"]} & {*self.parameters}:
             raise InputError(
-                f"these parameters are optimized already, and would be twice: {describe(twice, self.names)}; "
-                "leave them out of the group that is added"
+                f"these parameters are in the optimizer already: {describe(twice, self.names)}; "
+                "leave them out of the new group"
             )
         if bool(names) != bool(self.names):
             has, others = ("with", "without") if names else ("without", "with")
@@ -258,8 +258,8 @@ class WrappedOptimizer(GroupSettings):
             ", or call optimizer.train() before the first of them" if self.evaluations_per_step == 1 else ""
         )
         raise InputError(
-            f"{type(self).__name__}.step(closure) evaluates its batch again and would drop the gradients that "
-            f"{len(new)} parameters have from before ({describe(new, self.names)}). If a loop accumulates "
+            f"{type(self).__name__}.step(closure) evaluates its batch anew and would drop gradients that "
+            f"{len(new)} parameters already have ({describe(new, self.names)}). If a loop accumulates "
             "micro-batches (Lightning's accumulate_grad_batches, accelerate's gradient_accumulation_steps), go "
             f"over them inside the closure{train_mode}. If these gradients are not wanted, call "
             "optimizer.zero_grad() before step"

@@ -4,12 +4,10 @@ Importing this loads neither rich, matplotlib nor wandb.
 """
 
 from mergekit_lab.reporting.checks import find_warnings
-from mergekit_lab.reporting.cross_table import DIMENSIONS, MEASURES, CrossTable, parse_table, tabulate_across
+from mergekit_lab.reporting.cross_table import parse_table, tabulate_across
 from mergekit_lab.reporting.origin import Origin
-from mergekit_lab.reporting.plots import Curves, Searches
 from mergekit_lab.reporting.published import Beside, read_published, set_beside
 from mergekit_lab.reporting.records import (
-    KINDS,
     Failure,
     Record,
     Timing,
@@ -19,30 +17,21 @@ from mergekit_lab.reporting.records import (
     write_records,
 )
 from mergekit_lab.reporting.report import ReportPaths, compare, write_cross_table, write_report
-from mergekit_lab.reporting.tables import AXES, Cell, Row, Table, build_table
+from mergekit_lab.reporting.tables import Cell, build_table
 from mergekit_lab.reporting.tensorboard_tracker import TensorBoardTracker
 from mergekit_lab.reporting.trackers import CsvTracker, Product, Tracker
 from mergekit_lab.reporting.wandb_tracker import WandbTracker
 from mergekit_lab.reporting.writing import print_table, to_csv, to_latex, to_markdown
 
 __all__ = [
-    "AXES",
-    "DIMENSIONS",
-    "KINDS",
-    "MEASURES",
     "Beside",
     "Cell",
-    "CrossTable",
     "CsvTracker",
-    "Curves",
     "Failure",
     "Origin",
     "Product",
     "Record",
     "ReportPaths",
-    "Row",
-    "Searches",
-    "Table",
     "TensorBoardTracker",
     "Timing",
     "Tracker",

@@ -148,7 +148,7 @@ def parse_table(table: str, measure: str = "normalized") -> tuple[tuple[str, str
     fixed = {name.strip(): value.strip() for name, _, value in pairs}
     for name in (*names, *fixed):
         if name not in DIMENSIONS:
-            raise InputError(f"table={table}: {name!r} is no dimension{suggest(name, DIMENSIONS)}")
+            raise InputError(f"table={table}: {name!r} is not a dimension{suggest(name, DIMENSIONS)}")
     if len(names) != 2 or names[0] == names[1]:
         raise InputError(f"table={table} must be two dimensions, rows×columns, of {', '.join(DIMENSIONS)}")
     if len(fixed) < len(pairs) or {*names} & {*fixed} or not all(fixed.values()):

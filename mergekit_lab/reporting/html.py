@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergekit_lab.errors import say_bytes
+from mergekit_lab.errors import say_bytes, say_duration
 from mergekit_lab.reporting.charts import Chart
 from mergekit_lab.reporting.drawing import load_chart
 from mergekit_lab.reporting.names import display_name
@@ -209,13 +209,3 @@ def say_cache(records: Sequence[Record]) -> str:
     if peaks := [record.peak_memory_bytes for record in records if record.peak_memory_bytes]:
         sentences.append(f"The largest memory peak was {say_bytes(max(peaks))}.")
     return " ".join(sentences)
-
-
-def say_duration(seconds: float) -> str:
-    """ "0.4 s", "12 s", "3 min 05 s", "2 h 07 min"."""
-    if seconds < 59.5:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"

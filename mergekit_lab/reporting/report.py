@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mergekit_lab.errors import say_duration
 from mergekit_lab.reporting import html, plots
 from mergekit_lab.reporting.bootstrap import Samples, add_intervals
 from mergekit_lab.reporting.checks import find_warnings
@@ -191,57 +192,48 @@ def _draw_figures(
         for path in folder.iterdir():
             if _OUR_FIGURES.fullmatch(path.name):
                 path.unlink()  # a report that has fewer figures than its predecessor must not show old ones
-    heat_maps = [
-        html.Figure(
-            path,
-            f"Accuracy of every model on every task{_name_group(group)}; the numbers are in the leaderboard.",
-        )
-        for path, group in zip(plots.draw_heat_maps(table, folder), table.groups, strict=True)
-    ]
-    training = plots.draw_training(curves, folder)
-    return [
-        *(
-            html.Figure(
-                path,
-                "Average and normalized accuracy of every merger; the numbers are in the leaderboard."
-                + (f" Lines at the bars' ends: {bars}." if (bars := plots.explain_error_bars(table)) else ""),
-            )
-            for path in plots.draw_mergers(table, folder)
-        ),
-        *heat_maps,
-        *(
-            html.Figure(
-                path,
-                "Validation accuracy, normalized by the experts', over the merging coefficient; "
-                "the chosen coefficients are ringed and stand in the leaderboard.",
-            )
-            for path in plots.draw_searches(searches, table.mergers, folder)
+    bars, training = plots.explain_error_bars(table), plots.draw_training(curves, folder)
+    heat_maps = zip(plots.draw_heat_maps(table, folder), table.groups, strict=True)
+    captions: list[tuple[list[Path], str, bool]] = [
+        (
+            plots.draw_mergers(table, folder),
+            "Average and normalized accuracy of every merger; the numbers are in the leaderboard."
+            + (f" Lines at the bars' ends: {bars}." if bars else ""),
+            False,
         ),
         *(
-            html.Figure(
-                path,
-                "Normalized accuracy over the seconds that a model took in all, and over memory where it was "
-                "measured; nothing cheaper is better than those on the dashed line.",
+            (
+                [path],
+                f"Accuracy of every model on every task{_name_group(group)}; the numbers are in the "
+                "leaderboard.",
+                False,
             )
-            for path in plots.draw_costs(table, folder)
+            for path, group in heat_maps
         ),
-        *(
-            html.Figure(
-                path,
-                "Of every merger the share of each expert's accuracy that it keeps, by task.",
-                folded=len(table.groups) > 1,
-            )
-            for path in plots.draw_shares(table, folder)
+        (
+            plots.draw_searches(searches, table.mergers, folder),
+            "Validation accuracy, normalized by the experts', over the merging coefficient; "
+            "the chosen coefficients are ringed and stand in the leaderboard.",
+            False,
         ),
-        *(
-            html.Figure(
-                path,
-                "Training curves of the experts: losses and validation accuracy over steps.",
-                folded=len(training) > 2,
-            )
-            for path in training
+        (
+            plots.draw_costs(table, folder),
+            "Normalized accuracy over the seconds that a model took in all, and over memory where it was "
+            "measured; nothing cheaper is better than those on the dashed line.",
+            False,
+        ),
+        (
+            plots.draw_shares(table, folder),
+            "Of every merger the share of each expert's accuracy that it keeps, by task.",
+            len(table.groups) > 1,
+        ),
+        (
+            training,
+            "Training curves of the experts: losses and validation accuracy over steps.",
+            len(training) > 2,
         ),
     ]
+    return [html.Figure(path, text, folded=folded) for paths, text, folded in captions for path in paths]
 
 
 def _list_analyses(folders: Mapping[str, Path]) -> list[html.Figure]:
@@ -265,7 +257,7 @@ def _name_group(group: tuple[str, ...]) -> str:
 def _write_summary(page: html.Page) -> str:
     """The page without its pictures, in Markdown."""
     timings = [
-        f"{stage}: {html.say_duration(timing.seconds)}, {timing.computed} computed, {timing.reused} reused"
+        f"{stage}: {say_duration(timing.seconds)}, {timing.computed} computed, {timing.reused} reused"
         for stage, timing in page.timings.items()
     ]
     failures = [f"{f.run} {' '.join(f.overrides)}: {_take_first_line(f.error)}" for f in page.failures]

@@ -12,14 +12,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from mergekit_lab.kept_results import with_nan, without_nan
 from mergekit_lab.reporting import write_report
 from mergekit_lab.reporting.figures import draw_analysis
 from mergekit_lab.reporting.summary import say_count
 from mergekit_lab.runs.analyses import Analysis
-from mergekit_lab.runs.analyses.contract import with_nan, without_nan
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.own_code import code_content
-from mergekit_lab.runs.run import Run
+from mergekit_lab.runs.run import Run, say_seconds
 from mergekit_lab.schema.check import build, list_stages
 from mergekit_lab.store.store import Workspace
 
@@ -61,8 +61,7 @@ def stage_analyze(run: Run) -> None:
     drawing = built.draw(with_nan(json.loads(text)))
     paths = draw_analysis(drawing.title, drawing.panels, folder / name, **drawing.options)
     run.tracker.log_figure(name, paths[0])
-    how = "found in the store" if artifact.reused else f"{artifact.info['wall_seconds']:.1f} s"
-    log.info("%s: %s, %s", name, how, paths[0])
+    log.info("%s: %s, %s", name, say_seconds(artifact), paths[0])
     _write_page(run)
 
 

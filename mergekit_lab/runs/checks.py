@@ -26,7 +26,7 @@ def check_task_names(tasks: Sequence[str], optimizer_of: Iterable[str], epochs_o
     if epochs_of and not any(name in tasks for name in epochs_of):
         slips = list(epochs_of)
     for name in [*(name for name in optimizer_of if name not in tasks), *slips]:
-        raise InputError(f"{name!r} is no task of this run{suggest(name, tasks)}")
+        raise InputError(f"{name!r} is not a task of this run{suggest(name, tasks)}")
 
 
 def check_shares(
@@ -43,15 +43,14 @@ def check_shares(
     accumulate = training.accumulate
     if share < processes or (accumulate > 1 and share % (processes * accumulate)):
         raise InputError(
-            f"trainer={strategy}: {share} samples of a task in a batch cannot be shared by {processes} "
-            f"processes in training.accumulate={accumulate} micro-batches each: make training.batch_size a "
-            f"multiple of {processes * accumulate} for each task in a batch (the joint model has all of "
-            "them in it)"
+            f"trainer={strategy}: {processes} processes with training.accumulate={accumulate} cannot share "
+            f"{share} samples per task evenly: make training.batch_size a multiple of "
+            f"{processes * accumulate} per task (a batch of the joint model has all tasks)"
         )
     if accumulate > 1 and packing:
         raise InputError(
-            "backbone.packing gives processes different numbers of rows, which "
-            f"training.accumulate={accumulate} would cut into different numbers of micro-batches: set it to 1, "
+            "with backbone.packing, processes get different numbers of rows, so "
+            f"training.accumulate={accumulate} would make different numbers of micro-batches: set it to 1, "
             "or backbone.packing=false"
         )
 
@@ -90,33 +89,28 @@ def check_scoring(cfg: Any, learned: Sequence[str]) -> None:
         raise InputError(f"{_LACK}: set joint=false and objective=null, or add texts=[a.csv,b.csv]")
 
 
-def check_choices(mergers: Mapping[str, Merger]) -> None:
-    """Where nothing is learned, nothing of a merge is chosen or read there.
+def check_mergers(mergers: Mapping[str, Merger], *, learns: bool, has_harness: bool) -> None:
+    """Lm-evaluation-harness's tasks score one model on all, and nothing of a merge is chosen or read on them.
+
+    Args:
+        learns: the run has tasks that are learned.
+        has_harness: it has lm-evaluation-harness's.
 
     Raises:
-        InputError: a merger wants it.
+        InputError: a merger wants more.
     """
     for label, merger in mergers.items():
-        if merger.searched:
+        if merger.searched and not learns:
             raise InputError(
                 f"{_LACK}, and {label}'s coefficient is open: search.coefficients=[] takes each method's "
                 "default, merger.coefficient=… sets one, texts=[a.csv,b.csv] has parts to choose on"
             )
-        if merger.method.side_inputs:
+        if merger.method.side_inputs and not learns:
             raise InputError(
                 f"{_LACK}, and {label} reads {join_names(merger.method.side_inputs)} of training parts: leave "
                 "it out, or add texts=[a.csv,b.csv]"
             )
-
-
-def refuse_models_of_tasks(mergers: Mapping[str, Merger]) -> None:
-    """Where lm-evaluation-harness scores, a model is made of experts, and none for one of its tasks.
-
-    Raises:
-        InputError: a merger makes a model for every task.
-    """
-    for label, merger in mergers.items():
-        if merger.method.by_task:
+        if merger.method.by_task and has_harness:
             raise InputError(
                 f"mergers.{label}: {type(merger.method).__name__} makes a model for every expert's task, and "
                 "suite=lm_eval scores one model on all: leave it out"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from omegaconf import DictConfig
 from mergekit_lab.errors import InputError
 from mergekit_lab.reporting import (
     Record,
-    ReportPaths,
     compare,
     parse_table,
     print_table,
@@ -36,7 +35,7 @@ def check_slice(cfg: DictConfig) -> None:
     names, fixed = parse_table(cfg.table or "merger×task", cfg.metric)
     if cfg.table and cfg.runs is None and "merger" not in (*names, *fixed):
         raise InputError(
-            f"table={cfg.table}: the report of a run has many mergers: make merger one of the two, or fix one, "
+            f"table={cfg.table}: this run has several mergers: make merger one of the two, or fix one, "
             f"table={cfg.table}@merger:NAME"
         )
 
@@ -57,31 +56,30 @@ def list_runs(cfg: DictConfig) -> list[Path]:
     return [folder for pattern in patterns for folder in _find_runs(str(pattern))]
 
 
-def report_runs(cfg: DictConfig, folders: Sequence[Path], folder: Path, arguments: Sequence[str] = ()) -> None:
-    """`stage=report runs=…`: write one comparison over existing runs, only from their folders.
+def report_runs(
+    cfg: DictConfig, folders: Sequence[Path], out: Path, arguments: Sequence[str] = (), *, sweep: bool = False
+) -> None:
+    """Write one comparison over runs that are there, only from their folders; print its table, and the `table`.
+
+    Args:
+        folders: of the runs; those of analyses alone have no table.
+        out: where the comparison goes.
+        arguments: overrides, as on the command line.
+        sweep: the runs are a sweep's jobs, whose failures have been told of.
 
     Raises:
         InputError: none of the runs has a result.
     """
-    paths = compare(
-        folders,
-        folder,
-        origin=describe_origin(arguments),
-        title=f"Comparison of {say_count(len(folders), 'run')}",
-    )
-    for failure in paths.failures:
+    title = "Comparison of a sweep" if sweep else f"Comparison of {say_count(len(folders), 'run')}"
+    paths = compare(folders, out, origin=describe_origin(arguments, sweep=sweep), title=title)
+    for failure in () if sweep else paths.failures:
         log.warning("left out: %s: %s", failure.run, failure.error)
-    if len(paths.failures) == len(folders):
+    if len(paths.failures) == len(folders) and not sweep:
         raise InputError(f"no run of runs={cfg.runs} has a result; {paths.summary} lists what each lacks")
-    _show(paths, cfg, folder)
-    log.info("comparison %s\nreport %s", paths.summary, paths.html)
-
-
-def _show(paths: ReportPaths, cfg: DictConfig, folder: Path) -> None:
-    """Print the table, and draw the one that is asked for; runs of analyses alone have none."""
     if paths.table.rows:
         print_table(paths.table)
-        draw_cross_table(cfg, folder, read_records(paths.records))
+        draw_cross_table(cfg, out, read_records(paths.records))
+    log.info("comparison %s\nreport %s", paths.summary, paths.html)
 
 
 def _find_runs(pattern: str) -> list[Path]:
@@ -106,11 +104,3 @@ def _find_jobs(folder: Path) -> list[Path]:
 
 def _is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("records.jsonl", "failure.json"))
-
-
-def report_sweep(folders: Iterable[Path], out: Path, cfg: DictConfig, arguments: Sequence[str]) -> None:
-    """One comparison over the jobs of a sweep, and the `table` asked for; jobs that failed are listed."""
-    origin = describe_origin(arguments, sweep=True)
-    paths = compare(folders, out, origin=origin, title="Comparison of a sweep")
-    _show(paths, cfg, out)
-    log.info("comparison %s\nreport %s", paths.summary, paths.html)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import track
 from torch import Tensor, nn
 
 from mergekit_lab.batches import Batch, to_device
@@ -22,7 +21,7 @@ from mergekit_lab.merging import Localization, LocalizeStitch, Method, RegMeanPl
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.mergers import CHAINED, MASK
 from mergekit_lab.runs.nodes import Node, declare
-from mergekit_lab.runs.run import Run, load_state
+from mergekit_lab.runs.run import Run, load_state, say_seconds
 from mergekit_lab.schema.run import Curvature
 from mergekit_lab.store.store import Workspace
 
@@ -61,33 +60,24 @@ def list_kinds(method: Method) -> list[str]:
     return [kind for kind in method.side_inputs if kind not in (CHAINED, MASK)]
 
 
-def list_side_kinds(run: Run) -> list[str]:
-    """The side inputs that a run makes: what its mergers read, and what `curvature.kind` asks for."""
+def curvature_nodes(run: Run) -> list[Node]:
+    """What the stage makes: what the run's mergers read, and what `curvature.kind` asks for."""
     kinds = [kind for merger in run.mergers.values() for kind in list_kinds(merger.method)]
-    return list(dict.fromkeys([*kinds, *filter(None, [run.cfg.curvature.kind])]))
-
-
-def curvature_nodes(run: Run) -> Iterator[Node]:
-    """All that the stage makes, in order."""
-    for kind in list_side_kinds(run):
-        yield from (side_node(run, kind, task) for task in run.experts)
+    kinds += filter(None, [run.cfg.curvature.kind])
+    return [side_node(run, kind, task) for kind in dict.fromkeys(kinds) for task in run.experts]
 
 
 def stage_curvature(run: Run) -> None:
     """Make what side inputs the run's mergers read, of every expert."""
-    nodes = list(curvature_nodes(run))
+    nodes = curvature_nodes(run)
     if not nodes:
         log.info("curvature: no merger of this run needs any")
-    run.spread(stage_curvature, nodes)
-    for number, node in enumerate(nodes):
-        if run.is_mine(node.unit):
-            artifact = run.obtain(node)
-            kind, info = node.kind.removesuffix("s"), artifact.info
-            measured = {"trace": info["trace"], "seconds": info["wall_seconds"]}
-            run.tracker.log({f"{node.unit}/{kind}_{name}": v for name, v in measured.items()}, number)
-            how = "found in the store" if artifact.reused else f"{artifact.info['wall_seconds']:.1f} s"
-            if not run.was_told(artifact):
-                log.info("%s: %s", node.label.removeprefix("the "), how)
+    for node, artifact, is_news in run.make(stage_curvature, nodes):
+        measured = {"trace": artifact.info["trace"], "seconds": artifact.info["wall_seconds"]}
+        kind = node.kind.removesuffix("s")
+        run.tracker.log({f"{node.unit}/{kind}_{name}": v for name, v in measured.items()}, nodes.index(node))
+        if is_news:
+            log.info("%s: %s", node.label.removeprefix("the "), say_seconds(artifact))
 
 
 def _make_side(run: Run, kind: str, task: str, workspace: Workspace) -> Mapping[str, Any]:
@@ -216,7 +206,7 @@ def list_batches(run: Run, kind: str, task: str, count: int, size: int) -> Itera
     if kind == "gram" and isinstance(objective.make_batch("train", order[:1]), Mapping):
         size = 1
     parts = order[:count].split(size)
-    for part in track(parts, f"{kind} of {task}", disable=not run.cfg.progress, transient=True):
+    for part in run.track(parts, f"{kind} of {task}"):
         yield to_device(objective.make_batch("train", part), run.device)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
@@ -35,18 +35,8 @@ _DECIDES_NOTHING = {
 """What a run may change when it goes on where it was cut."""
 
 
-def _stage(name: str) -> Callable[[Run], None]:
-    """A stage that is imported when it runs: not every run needs Lightning."""
-
-    def stage(run: Run) -> None:
-        getattr(import_module(f"mergekit_lab.runs.{name}"), f"stage_{name}")(run)
-
-    return stage
-
-
-STAGES: dict[str, Callable[[Run], None]] = {
-    name: _stage(name) for name in ("finetune", "curvature", "merge", "evaluate", "analyze", "report")
-}
+STAGES = ("finetune", "curvature", "merge", "evaluate", "analyze", "report")
+"""Each is `stage_NAME` of the module NAME, imported when it runs: not every run needs Lightning."""
 
 
 def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: list[str]) -> float | None:
@@ -84,15 +74,9 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
         _compare(wanted, cfg, folder, overrides)
         return None
     from mergekit_lab.runs.outcome import measure_outcome
-    from mergekit_lab.runs.run import Run
     from mergekit_lab.runs.search import check_patterns
-    from mergekit_lab.schema.run import check, with_chosen_merger
 
-    refuse_missing(cfg)
-    check(cfg)
-    cfg = with_chosen_merger(cfg, overrides)
-    run = Run(cfg, folder, choices)
-    run.arguments = overrides
+    run = make_run(cfg, folder, choices, overrides)
     check_patterns(run)
     if cfg.dry_run:
         from mergekit_lab.runs.plan import Plan
@@ -115,7 +99,7 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
             with _track(run, job):
                 for name in names:
                     with run.time_stage(name), _explain_memory(name):
-                        STAGES[name](run)
+                        getattr(import_module(f"mergekit_lab.runs.{name}"), f"stage_{name}")(run)
         outcome = measure_outcome(run) if cfg.objective else None
     finally:
         run.close()
@@ -124,16 +108,38 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
     return outcome
 
 
+def make_run(
+    cfg: DictConfig,
+    folder: Path,
+    choices: Mapping[str, str],
+    overrides: Sequence[str],
+    shared: dict[str, Any] | None = None,
+) -> Run:
+    """A run of a composed configuration, if that can be had and is right; `Run` says what the arguments are.
+
+    Raises:
+        InputError: it is not.
+    """
+    from mergekit_lab.runs.run import Run
+    from mergekit_lab.schema.run import check, with_chosen_merger
+
+    refuse_missing(cfg)
+    cfg = settle(cfg)
+    check(cfg)
+    run = Run(with_chosen_merger(cfg, overrides), folder, choices, shared)
+    run.arguments = overrides
+    return run
+
+
 def refuse_missing(*configs: DictConfig) -> None:
-    """Refuse a run, or jobs of a sweep, whose data, weights or experts cannot be had; `preflight` says how."""
+    """Refuse a run, or jobs of a sweep, whose data, weights or experts cannot be had; `preflight` says how.
+
+    Stages that fetch them, or have inputs of their own, need none.
+    """
     from mergekit_lab.runs import preflight
 
-    preflight.refuse_missing(*(settle(cfg) for cfg in configs if _works_on_tasks(cfg)))
-
-
-def _works_on_tasks(cfg: DictConfig) -> bool:
-    """Whether a run needs what its configuration names: not the stages that fetch it or have their own."""
-    return not {"store", *_ON_DATA} & set(list_stages(cfg)) and cfg.runs is None
+    needing = [cfg for cfg in configs if not {"store", *_ON_DATA} & set(list_stages(cfg)) and cfg.runs is None]
+    preflight.refuse_missing(*map(settle, needing))
 
 
 @contextmanager
@@ -178,7 +184,7 @@ def _compare(wanted: list[str], cfg: DictConfig, folder: Path, overrides: list[s
     from mergekit_lab.runs.compare import list_runs, report_runs
 
     if wanted != ["report"]:
-        raise InputError("runs= compares runs that are there: say stage=report with it")
+        raise InputError("runs= compares finished runs: add stage=report")
     folders = list_runs(cfg)
     from mergekit_lab.schema.run import check
 
@@ -193,7 +199,7 @@ def _run_on_data(wanted: list[str], cfg: DictConfig, folder: Path) -> None:
     check(cfg)
     for name in wanted:
         if name not in _ON_DATA:
-            raise InputError(f"the stage {name} does not run together with {' or '.join(_ON_DATA)}")
+            raise InputError(f"the stage {name} cannot run together with {' or '.join(_ON_DATA)}")
         if name == "fetch":
             from mergekit_lab.runs.fetch import run_fetch
 

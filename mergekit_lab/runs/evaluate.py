@@ -7,18 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.progress import track
-
 from mergekit_lab.evaluation import load_harness_task
+from mergekit_lab.runs.finetune import joint_node
 from mergekit_lab.runs.merge import merged_model
-from mergekit_lab.runs.models import (
-    Model,
-    base_model,
-    checkpoint_model,
-    evaluation_node,
-    expert_model,
-    joint_model,
-)
+from mergekit_lab.runs.models import Model, evaluation_node, expert_model
 from mergekit_lab.runs.nodes import Node
 from mergekit_lab.runs.run import Run
 from mergekit_lab.tasks import HarnessTask
@@ -27,19 +19,19 @@ from mergekit_lab.tasks import HarnessTask
 def list_models(run: Run) -> Iterator[Model]:
     """Every model of the run, in the order of the table."""
     if run.models:
-        yield from (checkpoint_model(run, name) for name in run.models)
+        for name, source in run.models.items():
+            yield Model("checkpoint", tuple(run.tasks), name=name, backbone=run.open_backbone(source))
         return
-    yield base_model(run)
+    yield Model("zero_shot", tuple(run.tasks))
     yield from (expert_model(run, name) for name in run.experts)
     yield from (merged_model(run, label) for label in run.mergers)
     if run.cfg.joint:
-        yield joint_model(run)
+        yield Model("joint", tuple(run.tasks), joint_node(run))
 
 
-def evaluation_nodes(run: Run) -> Iterator[Node]:
-    """All that the stage makes, in order."""
-    for model in list_models(run):
-        yield from (evaluation_node(run, model, task, "test") for task in model.tasks)
+def evaluation_nodes(run: Run) -> list[Node]:
+    """What the stage makes, in order."""
+    return [evaluation_node(run, model, task, "test") for model in list_models(run) for task in model.tasks]
 
 
 def load_harness_tasks(run: Run) -> None:
@@ -60,8 +52,5 @@ def stage_evaluate(run: Run) -> None:
     for model in list_models(run):
         if model.node:
             run.need(model.node)
-    nodes = list(evaluation_nodes(run))
-    run.spread(stage_evaluate, nodes)
-    mine = [node for node in nodes if run.is_mine(node.unit)]
-    for node in track(mine, "evaluating", disable=not run.cfg.progress, transient=True):
-        run.obtain(node)
+    for _ in run.make(stage_evaluate, evaluation_nodes(run), "evaluating"):
+        pass

@@ -11,7 +11,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from mergekit_lab.backbones import OpenClip
-from mergekit_lab.checkpoints import fetch_snapshot
+from mergekit_lab.checkpoints import get_snapshot
 from mergekit_lab.errors import InputError
 from mergekit_lab.runs.preflight import build_parts, list_missing
 from mergekit_lab.runs.published_experts import find_expert, locate_experts, parse_expert_id
@@ -81,7 +81,7 @@ def _fetch_expert(source: str, target: Path) -> None:
     named = parse_expert_id(source)
     here = Path(source).expanduser()
     if named:
-        fetch_snapshot(*named, target)
+        shutil.copytree(get_snapshot(*named), target, dirs_exist_ok=True)
     elif here.is_file():
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(here, target.with_name(target.name + here.suffix))

@@ -6,7 +6,7 @@ Artifacts declared here: `experts` (of tasks; also the pilots that offsets are f
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,7 +19,7 @@ from mergekit_lab.optim import fit_offset
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.own_code import code_content
 from mergekit_lab.runs.published_experts import find_expert, import_expert, read_import_content
-from mergekit_lab.runs.run import MODEL, Run
+from mergekit_lab.runs.run import MODEL, Run, say_seconds
 from mergekit_lab.runs.train import Training
 from mergekit_lab.schema.run import count_evaluations_a_step, wants_fit
 from mergekit_lab.tasks import PARTS, HubImages
@@ -106,14 +106,9 @@ def joint_node(run: Run) -> Node:
     )  # fmt: skip
 
 
-def finetune_nodes(run: Run) -> Iterator[Node]:
-    """All that the stage makes, in order."""
-    if wants_fit(run.cfg.optimizer) and not run.cfg.experts:
-        yield from (pilot_node(run, task) for task in run.experts)
-        yield fit_node(run)
-    yield from (expert_node(run, task) for task in run.experts)
-    if run.cfg.joint:
-        yield joint_node(run)
+def finetune_nodes(run: Run) -> list[Node]:
+    """What the stage is for; `walk` lists what it makes on the way."""
+    return [*(expert_node(run, task) for task in run.experts), *([joint_node(run)] if run.cfg.joint else [])]
 
 
 def find_optimizer(run: Run, task: str) -> DictConfig:
@@ -185,16 +180,11 @@ def stage_finetune(run: Run) -> None:
         log.info(
             "finetune: a budget of seconds is not reproducible bit for bit: its steps depend on the machine"
         )
-    experts = [expert_node(run, task) for task in run.experts]
-    nodes = [*experts, *([joint_node(run)] if run.cfg.joint else [])]
+    nodes = finetune_nodes(run)
     _decode(run, nodes)
     if wants_fit(run.cfg.optimizer):
         _log_fit(run.obtain(fit_node(run)).info)
-    if run.trainer.strategy == "auto":
-        run.spread(stage_finetune, sorted(nodes, key=lambda node: node.kind != "joint"))
-    for node in nodes:
-        if run.is_mine(node.unit):
-            _log_training(run, node)
+    _train(run, stage_finetune, nodes)
 
 
 def _decode(run: Run, nodes: Sequence[Node]) -> None:
@@ -219,20 +209,17 @@ def _import_experts(run: Run) -> None:
         log.info("expert %s: %s", task, source)
 
 
-def _log_training(run: Run, node: Node) -> None:
-    artifact = run.obtain(node)
-    if run.was_told(artifact):
-        return
-    how = "found in the store" if artifact.reused else f"trained in {artifact.info['wall_seconds']:.0f} s"
-    log.info(
-        "%s: %s, validation %.1f %%", node.label.removeprefix("the "), how, 100 * artifact.info["val_accuracy"]
-    )
-
-
 def train_pilots(run: Run) -> None:
     """Train the experts of the base optimizer, to which offsets are fitted."""
-    for task in filter(run.is_mine, run.experts):
-        _log_training(run, pilot_node(run, task))
+    _train(run, train_pilots, fit_node(run).needs)
+
+
+def _train(run: Run, stage: Callable[[Run], None], nodes: Sequence[Node]) -> None:
+    """Train or find what is this process's; processes that train together have all devices to themselves."""
+    for node, artifact, is_news in run.make(stage if run.trainer.strategy == "auto" else None, nodes):
+        if is_news:
+            accuracy, what = 100 * artifact.info["val_accuracy"], node.label.removeprefix("the ")
+            log.info("%s: %s, validation %.1f %%", what, say_seconds(artifact), accuracy)
 
 
 def _read_fit(run: Run) -> Mapping[str, float] | None:
@@ -242,7 +229,6 @@ def _read_fit(run: Run) -> Mapping[str, float] | None:
 def _make_fit(run: Run, pilots: Sequence[Node]) -> Mapping[str, Any]:
     """Fit the distribution of the pilots' task vectors; pilots are trained if need be."""
     with run.work_on(run.experts):
-        run.spread(train_pilots, pilots)
         train_pilots(run)
     files = [(node.unit or "", run.need(node).find_file(MODEL)) for node in pilots]
     vectors = [_TaskVector(open_checkpoint(file, task), run.base_state) for task, file in files]

@@ -1,13 +1,13 @@
 """Word of what could not be made for one job of a sweep, so that no other job of it tries again.
 
 It lies in a folder of the sweep's own, whose name its jobs have from their environment. The folder is there
-while the sweep goes on: a later sweep tries again, and so does another one that shares the folder of its jobs.
+while the sweep goes on, which removes it at its end: a later sweep tries again, and so does another one that
+shares the folder of its jobs.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -21,11 +21,6 @@ VARIABLE = "MERGEKIT_LAB_GIVEN_UP"
 def name_folder(sweep: Path) -> Path:
     """A folder for a sweep that begins in this one; it is made when there is something to say."""
     return sweep.absolute() / SHARED / f"given_up-{uuid.uuid4().hex[:12]}"
-
-
-def forget(folder: Path) -> None:
-    """At the end of its sweep."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def give_up(name: str, reason: str, folder: Path | None = None) -> None:

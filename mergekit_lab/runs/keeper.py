@@ -54,7 +54,7 @@ class StoreKeeper:
         log.info("decoding into the store: %s%s", say_bytes(size), beside)
         if held + size > limit or size > free:
             raise InputError(
-                f"decoded images would take {say_bytes(size)} in addition to {say_bytes(held)} in {folder}; "
-                f"allowed are {limit / 1e9:g} GB (images_limit_gb), and {say_bytes(free)} of the disk are "
-                "free: delete that folder, raise the limit or set store.root=PATH"
+                f"decoded images need {say_bytes(size)} beside {say_bytes(held)} in {folder}, but "
+                f"images_limit_gb is {limit / 1e9:g} and the disk has {say_bytes(free)} free: delete that "
+                "folder, raise the limit, or set store.root=PATH"
             )

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from rich.progress import track
 from torch import Tensor
 from torch.func import functional_call
 
@@ -26,7 +25,7 @@ from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import MODEL, Run
 from mergekit_lab.store.store import Workspace
 
-_FILE = "coefficients.json"
+COEFFICIENTS = "coefficients.json"
 
 
 def is_learned(merger: Merger) -> bool:
@@ -53,11 +52,6 @@ def coefficients_node(run: Run, label: str) -> Node:
     )  # fmt: skip
 
 
-def load_learned_method(run: Run, label: str) -> AdaMerging:
-    """The method with the coefficients that were learned."""
-    return AdaMerging(weights=json.loads(run.need(coefficients_node(run, label)).find_file(_FILE).read_text()))
-
-
 def _learn(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
     """Learn the coefficients.
 
@@ -66,7 +60,7 @@ def _learn(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
     """
     strangers = [task for task in run.tasks if not isinstance(run.make_objective(task), ImageObjective)]
     if strangers:
-        raise InputError(f"AdaMerging lowers the entropy over classes, which {strangers[0]} has none of")
+        raise InputError(f"AdaMerging needs image classes, and {strangers[0]} has none: choose another merger")
     assert isinstance(merger.method, AdaMerging)
     assert merger.method.learn is not None
     how = merger.method.learn
@@ -80,9 +74,7 @@ def _learn(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
             for task, inputs in batch.items()
         ]
 
-    steps = track(
-        _draw_batches(run, how), merger.label, how.steps, disable=not run.cfg.progress, transient=True
-    )
+    steps = run.track(_draw_batches(run, how), merger.label, how.steps)
     method, entropies = learn_coefficients(
         run.base_state,
         experts,
@@ -93,7 +85,7 @@ def _learn(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
         start=how.start,
         device=run.device,
     )
-    (workspace.out / _FILE).write_text(json.dumps(method.weights, indent=1))
+    (workspace.out / COEFFICIENTS).write_text(json.dumps(method.weights, indent=1))
     return {"entropies": entropies}
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,14 @@ from mergekit_lab.checkpoints import (
     write_files,
     write_tensors,
 )
-from mergekit_lab.merging import Method, merge_factors
+from mergekit_lab.merging import AdaMerging, Method, merge_factors
 from mergekit_lab.runs.combine import merge_content, merge_experts, merge_inputs
 from mergekit_lab.runs.finetune import expert_node
-from mergekit_lab.runs.learn import coefficients_node, is_learned, load_learned_method
+from mergekit_lab.runs.learn import COEFFICIENTS, coefficients_node, is_learned
 from mergekit_lab.runs.mergers import Merger, say_fields
 from mergekit_lab.runs.models import TASK_FACTORS, Model, read_peak_memory
-from mergekit_lab.runs.nodes import Node, declare
-from mergekit_lab.runs.run import MODEL, Run
+from mergekit_lab.runs.nodes import Node, declare, walk
+from mergekit_lab.runs.run import MODEL, Run, say_seconds
 from mergekit_lab.runs.search import read_coefficient, read_fields, search_node
 from mergekit_lab.store import Artifact
 from mergekit_lab.store.store import Workspace
@@ -68,28 +68,19 @@ def merged_model(run: Run, label: str) -> Model:
     return Model("merged", tuple(run.tasks), merged_node(run, label), run.mergers[label])
 
 
-def merge_nodes(run: Run) -> Iterator[Node]:
-    """All that the stage makes, in order."""
-    for label, merger in run.mergers.items():
-        if merger.searched:
-            yield search_node(run, label)
-        if is_learned(merger):
-            yield coefficients_node(run, label)
-        yield merged_node(run, label)
+def merge_nodes(run: Run) -> list[Node]:
+    """What the stage makes, in order."""
+    return [node for node in walk(merged_node(run, label) for label in run.mergers) if node.stage == "merge"]
 
 
 def stage_merge(run: Run) -> None:
     """Choose each coefficient and write each merged model, on the run's devices."""
     if not run.mergers:
         log.info("merge: this run names no merger; set merger=NAME")
-    nodes = list(merge_nodes(run))
-    run.spread(stage_merge, nodes)
-    for node in nodes:
-        if run.is_mine(node.unit):
-            artifact = run.obtain(node)
-            _track(run, node, artifact)
-            if not run.was_told(artifact):
-                _log(run, node, artifact)
+    for node, artifact, is_news in run.make(stage_merge, merge_nodes(run)):
+        _track(run, node, artifact)
+        if is_news:
+            _log(run, node, artifact)
 
 
 def _track(run: Run, node: Node, artifact: Artifact) -> None:
@@ -115,8 +106,7 @@ def _log(run: Run, node: Node, artifact: Artifact) -> None:
         )  # fmt: skip
     elif node.kind == "merged":
         alpha = read_coefficient(run, run.mergers[label])
-        how = "found in the store" if artifact.reused else f"{artifact.info['wall_seconds']:.1f} s"
-        log.info("%s: %s%s", label, how, "" if alpha is None else f", coefficient {alpha:g}")
+        log.info("%s: %s%s", label, say_seconds(artifact), "" if alpha is None else f", coefficient {alpha:g}")
     else:
         entropies = artifact.info["entropies"]
         few = max(1, len(entropies) // 10)
@@ -146,7 +136,8 @@ def _merge(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
     if merger.searched and alpha is not None:
         method = method.at(alpha)
     if is_learned(merger):
-        method = load_learned_method(run, merger.label)
+        learned = run.need(coefficients_node(run, merger.label)).find_file(COEFFICIENTS)
+        method = AdaMerging(weights=json.loads(learned.read_text()))
     notes: dict[str, dict[str, object]] = {}
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(run.device)

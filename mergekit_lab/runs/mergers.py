@@ -82,14 +82,14 @@ def _build(label: str, node: DictConfig, search: Search, tasks: tuple[str, ...])
     method.check(tasks)
     if unknown := set(method.side_inputs) - set(SIDE_INPUTS):
         raise InputError(
-            f"mergers.{label}: {type(method).__name__} reads {join_names(unknown)}, and a run makes "
-            f"{join_names(SIDE_INPUTS)} alone: pass your own to merge_state_dicts in Python, as statistics="
+            f"mergers.{label}: {type(method).__name__} reads {join_names(unknown)}, but a run makes "
+            f"only {join_names(SIDE_INPUTS)}: in Python, pass your own to merge_state_dicts(statistics=…)"
         )
     searched = is_open and search.takes_place
     if searched and method.by_task:
         raise InputError(
-            f"mergers.{label}: {type(method).__name__} makes a model for every task, and a coefficient is "
-            "searched for one model of all: give merger.coefficient=1"
+            f"mergers.{label}: {type(method).__name__} makes a model for every task, so its "
+            "coefficient cannot be searched: set merger.coefficient=1"
         )
     if searched and search.method == "cma_es":
         _check_weighable(label, method, content, tasks)
@@ -131,7 +131,7 @@ def _check_weighable(label: str, method: Method, content: Mapping[str, Any], tas
         )
     if method.weights is not None or getattr(getattr(method, "inner", None), "weights", None) is not None:
         raise InputError(
-            f"mergers.{label}: its weights are given, and search.method=cma_es is to find them: leave them "
+            f"mergers.{label}: its weights are set, but search.method=cma_es searches them: leave them "
             f"null, or {way_out}"
         )
     build({**content, **weight_fields(content, dict.fromkeys(tasks, 1.0))}, Method).check(tasks)

@@ -6,7 +6,7 @@ Artifacts declared here: `evaluations`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,9 @@ from mergekit_lab.backbones import Backbone, LanguageModel
 from mergekit_lab.checkpoints import LowRank, open_checkpoint
 from mergekit_lab.errors import InputError, suggest
 from mergekit_lab.evaluation import score, score_with_harness
-from mergekit_lab.runs.finetune import expert_node, joint_node
+from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.mergers import Merger
-from mergekit_lab.runs.nodes import Node
+from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import Run, load_state
 from mergekit_lab.store import Artifact, make_key
 from mergekit_lab.store.store import Workspace
@@ -51,7 +51,7 @@ class Model:
     node: Node | None = None
     merger: Merger | None = None
     name: str | None = None
-    backbone: Backbone | None = None
+    backbone: Backbone | None = field(default=None, compare=False)
 
     @property
     def label(self) -> str:
@@ -84,11 +84,6 @@ class Model:
         return run.model
 
 
-def base_model(run: Run) -> Model:
-    """The base with the backbone's own heads."""
-    return Model("zero_shot", tuple(run.tasks))
-
-
 def expert_model(run: Run, name: str) -> Model:
     """An expert, which is evaluated on its task alone; where the harness scores, on every task, by its name."""
     if run.has_harness:
@@ -96,16 +91,7 @@ def expert_model(run: Run, name: str) -> Model:
     return Model("expert", (name,), expert_node(run, name))
 
 
-def checkpoint_model(run: Run, name: str) -> Model:
-    """One of the run's `models`, which is evaluated on every task as it is."""
-    return Model("checkpoint", tuple(run.tasks), name=name, backbone=run.open_backbone(run.models[name]))
-
-
-def joint_model(run: Run) -> Model:
-    """The model that was trained on all tasks at once."""
-    return Model("joint", tuple(run.tasks), joint_node(run))
-
-
+@declare
 def evaluation_node(run: Run, model: Model, task: str, part: Part) -> Node:
     """A model on one part of one task: `info["value"]`, and all its `info["metrics"]`."""
     return Node(

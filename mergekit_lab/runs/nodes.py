@@ -2,12 +2,12 @@
 
 Every kind of artifact is declared by a function next to its maker: `expert_node`, `side_node`, `search_node`,
 `merged_node`, `evaluation_node`, …  `graph.list_nodes` lists all that a run wants. Plans, what is missing,
-shared trainings, lineage and times are walks over these nodes.
+shared trainings, lineage and times walk over these nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -60,6 +60,21 @@ class Node:
     def name(self) -> str:
         """`KIND-KEY`."""
         return f"{self.kind}-{self.key}"
+
+
+def walk(nodes: Iterable[Node]) -> Iterator[Node]:
+    """These nodes and all that they need, each once, after what it is made of."""
+    seen: set[Node] = set()
+
+    def visit(node: Node) -> Iterator[Node]:
+        if node not in seen:
+            seen.add(node)
+            for each in node.needs:
+                yield from visit(each)
+            yield node
+
+    for node in nodes:
+        yield from visit(node)
 
 
 class HasNodes(Protocol):

@@ -16,12 +16,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from mergekit_lab.errors import InputError
-from mergekit_lab.machine import format_duration
+from mergekit_lab.errors import InputError, say_duration
 from mergekit_lab.runs.curvature import curvature_nodes, list_kinds
 from mergekit_lab.runs.finetune import finetune_nodes, fit_node
 from mergekit_lab.runs.graph import list_nodes
-from mergekit_lab.runs.nodes import Node
+from mergekit_lab.runs.nodes import Node, walk
 from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.run import count_evaluations_a_step, wants_fit
 from mergekit_lab.store import Store
@@ -84,14 +83,14 @@ class Plan:
             known = [guess for guess in guesses if guess is not None]
             open_ended = open_ended or len(known) < len(guesses)
             total += sum(known)
-            about = "unknown" if missing and not known else format_duration(sum(known))
+            about = "unknown" if missing and not known else say_duration(sum(known))
             rows.append((kind, str(len(names)), str(len(names) - len(missing)), str(len(missing)), about))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = [
             "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
         ]
         end = " and what nothing like it was made of yet" if open_ended else ""
-        sum_up = f"In all about {format_duration(total)} on one device{end}, from the times of earlier ones."
+        sum_up = f"In all about {say_duration(total)} on one device{end}, from the times of earlier ones."
         if open_ended and not total:
             sum_up = (
                 "Nothing like these was made yet: after a first one a dry run says how long the rest takes."
@@ -109,7 +108,7 @@ def plan_shared_training(runs: Sequence[Run]) -> list[Work]:
     joint: dict[str, Work] = {}
     experts: dict[str, tuple[int, Work]] = {}
     for number, run in enumerate(runs):
-        missing = [node for node in finetune_nodes(run) if not run.find(node)]
+        missing = [node for node in walk(finetune_nodes(run)) if not run.find(node)]
         if wants_fit(run.cfg.optimizer):
             if missing:
                 experts.setdefault(fit_node(run).key, (0, Work(number, None)))
@@ -125,7 +124,7 @@ def plan_shared_training(runs: Sequence[Run]) -> list[Work]:
 
 def list_unmade(run: Run, work: Work) -> list[Node]:
     """What a training job was to make, with the curvature that its run wants, and did not."""
-    nodes = [*finetune_nodes(run), *curvature_nodes(run)]
+    nodes = walk([*finetune_nodes(run), *curvature_nodes(run)])
     return [node for node in nodes if work.only in (None, node.unit) and not run.find(node)]
 
 

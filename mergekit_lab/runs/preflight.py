@@ -69,7 +69,7 @@ def list_missing(cfg: DictConfig) -> tuple[list[str], list[str]]:
         InputError: the backbone or a task cannot be built.
     """
     backbone, tasks = build_parts(cfg)
-    asked: list[Callable[[], str | None]] = [partial(_check_data, task) for task in tasks]
+    asked: list[Callable[[], str | None]] = [task.find_missing for task in tasks]
     if isinstance(backbone, OpenClip) and backbone.source:
         asked.append(backbone.source.find_missing)
     if cfg.get("experts"):
@@ -85,10 +85,6 @@ def list_missing(cfg: DictConfig) -> tuple[list[str], list[str]]:
         except InputError as error:
             wrong.append(str(error))
     return list(filter(None, missing)), list(dict.fromkeys(wrong))
-
-
-def _check_data(task: HubImages) -> str | None:
-    return task.describe_source() if task.find_folder() is None else None
 
 
 def _check_expert(experts: Any, backbone: Any, task: HubImages) -> str | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from mergekit_lab.checkpoints import (
 )
 from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.tasks import HubImages, Task
+from mergekit_lab.tasks.labels import simplify
 
 _SUFFIXES = ("", ".safetensors", ".pt", ".pth", ".bin")
 _FINETUNED = ("nonlinear_finetuned.pt", "finetuned.pt")
@@ -41,7 +41,7 @@ def find_expert(experts: str | Mapping[str, str], backbone: Any, task: Task) -> 
     """
     if isinstance(experts, Mapping):
         if task.name not in experts:
-            raise InputError(f"experts names {join_names(experts)}, and none for the task {task.name!r}")
+            raise InputError(f"experts names {join_names(experts)}, but none for the task {task.name!r}")
         return experts[task.name]
     if experts.startswith(HUB):
         expert = getattr(task, "expert", None)
@@ -53,7 +53,7 @@ def find_expert(experts: str | Mapping[str, str], backbone: Any, task: Task) -> 
         return f"{experts.removeprefix(HUB)}/{backbone.name_on_hub()}_{expert}"
     folder = Path(experts).expanduser()
     if not folder.is_dir():
-        raise InputError(f"experts={experts}: there is no such folder; the hub's are hub:ORG")
+        raise InputError(f"experts={experts}: there is no such folder; for the hub's, write hub:ORG")
     names = [task.name, *([task.expert] if isinstance(task, HubImages) and task.expert else [])]
     inside = locate_experts(folder, backbone)
     plain = folder / inside.relative_to(folder).name.removesuffix("-quickgelu")
@@ -62,9 +62,7 @@ def find_expert(experts: str | Mapping[str, str], backbone: Any, task: Task) -> 
         if path.exists():
             return str(_find_finetuned(path) or path)
     for path in (path for within in folders if within.is_dir() for path in sorted(within.iterdir())):
-        if _simplify(path.name).removesuffix("val") in map(_simplify, names) and (
-            file := _find_finetuned(path)
-        ):
+        if simplify(path.name).removesuffix("val") in map(simplify, names) and (file := _find_finetuned(path)):
             return str(file)
     raise InputError(
         f"{folder} holds no expert of {task.name!r}: expected {folder / names[0]}, a folder or a file"
@@ -73,10 +71,6 @@ def find_expert(experts: str | Mapping[str, str], backbone: Any, task: Task) -> 
 
 def _find_finetuned(folder: Path) -> Path | None:
     return next((folder / name for name in _FINETUNED if (folder / name).is_file()), None)
-
-
-def _simplify(name: str) -> str:
-    return re.sub(r"[\W_]+", "", name.lower())
 
 
 def locate_experts(root: Path, backbone: Any) -> Path:
@@ -94,7 +88,9 @@ def parse_expert_id(source: str) -> tuple[str, str | None] | None:
         return None
     named = parse_hub_id(source)
     if named is None:
-        raise InputError(f"the expert {source} is neither there nor a hub id (org/name, org/name@revision)")
+        raise InputError(
+            f"the expert {source} is neither a path that exists nor a hub id (org/name, org/name@revision)"
+        )
     return named
 
 

@@ -6,33 +6,26 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
 from torch import Tensor, nn
 
 from mergekit_lab.backbones import Backbone, LanguageModel, Objective, Parametrization
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.compiled import compile_model
 from mergekit_lab.errors import InputError, suggest
-from mergekit_lab.machine import list_devices
 from mergekit_lab.merging import resolve_device
 from mergekit_lab.merging.devices import parse_devices
 from mergekit_lab.paths import find_default_store
 from mergekit_lab.reporting import Product, Timing, Tracker
-from mergekit_lab.runs.checks import (
-    check_choices,
-    check_scoring,
-    check_shares,
-    check_task_names,
-    refuse_models_of_tasks,
-)
+from mergekit_lab.runs.checks import check_mergers, check_scoring, check_shares, check_task_names
 from mergekit_lab.runs.given_up import give_up, read_reason
 from mergekit_lab.runs.keeper import StoreKeeper
 from mergekit_lab.runs.mergers import build_mergers
@@ -47,6 +40,7 @@ from mergekit_lab.training import TrainingSettings
 from mergekit_lab.workers import Pool, import_ahead
 
 log = logging.getLogger(__name__)
+Item = TypeVar("Item")
 
 MODEL = "model.safetensors"
 """The weights in an artifact that is a model."""
@@ -86,7 +80,7 @@ class Run:
         self.training = TrainingSettings(**plain["training"])
         self.search = Search(**plain["search"])
         self.trainer = TrainerSettings(**plain["trainer"])
-        self.devices = resolve_devices(plain["device"])
+        self.devices = [str(resolve_device(each)) for each in parse_devices(plain["device"], SPREAD)]
         self.device = resolve_device(self.devices[0])
         self.store = Store(Path(cfg.store.root).expanduser() if cfg.store.root else find_default_store())
         self._shared: dict[str, Any] = {} if shared is None else shared
@@ -107,10 +101,7 @@ class Run:
             mergers = {choices.get("merger") or "merger": cfg.merger}
         self.mergers = build_mergers(mergers, self.search, self.experts)
         self.only: list[str] | None = plain["only"]
-        if not self.learned:
-            check_choices(self.mergers)
-        if self.has_harness:
-            refuse_models_of_tasks(self.mergers)
+        check_mergers(self.mergers, learns=bool(self.learned), has_harness=self.has_harness)
         units = [*dict.fromkeys([*self.experts, *self.tasks]), *self.mergers, "+joint"]
         for name in self.only or ():
             if name not in units:
@@ -288,9 +279,28 @@ class Run:
         self._log_product(node, artifact)
         return artifact
 
-    def was_told(self, artifact: Artifact) -> bool:
-        """Whether a process of this run that made it has said so."""
-        return artifact.reused and artifact.key in self.made
+    def make(
+        self, stage: Callable[[Run], None] | None, nodes: Sequence[Node], title: str | None = None
+    ) -> Iterator[tuple[Node, Artifact, bool]]:
+        """These nodes' artifacts, as far as they are this process's; what is missing is spread over devices.
+
+        Args:
+            stage: makes what `is_mine`; importable by its name. None: nothing is spread.
+            title: of a bar; None: their makers show their own.
+
+        Yields:
+            A node, its artifact, and whether the log lacks it: a process of this run that made it has said so.
+        """
+        if stage is not None and len(self.devices) > 1:
+            self._spread(stage, nodes)
+        mine = [node for node in nodes if self.is_mine(node.unit)]
+        for node in mine if title is None else self.track(mine, title):
+            artifact = self.obtain(node)
+            yield node, artifact, not (artifact.reused and artifact.key in self.made)
+
+    def track(self, items: Iterable[Item], title: str, total: int | None = None) -> Iterable[Item]:
+        """The items, with a bar that goes on with them and vanishes at the end."""
+        return track(items, title, total, disable=not self.cfg.progress, transient=True)
 
     def _log_product(self, node: Node, artifact: Artifact) -> None:
         """Tell the tracker of an artifact, and of those it was made of that it knows."""
@@ -327,23 +337,15 @@ class Run:
         finally:
             self.only = before
 
-    def spread(self, stage: Callable[[Run], None], nodes: Sequence[Node]) -> None:
-        """Make missing nodes on all devices of the run, with one process each.
-
-        With one device or one unit nothing happens: the stage's own loop does the work.
-
-        Args:
-            stage: makes what `is_mine`; importable by its name.
-            nodes: the longest work first.
+    def _spread(self, stage: Callable[[Run], None], nodes: Sequence[Node]) -> None:
+        """Make missing nodes on all devices of the run, with one process each; one unit is left to this one.
 
         Raises:
             InputError: a user's mistake in one of them, after the others are done.
             RuntimeError: another failure.
         """
-        if len(self.devices) < 2:
-            return
         missing = [node.unit for node in nodes if node.unit and self.is_mine(node.unit) and not self.find(node)]
-        units = list(dict.fromkeys(missing))
+        units = sorted(dict.fromkeys(missing), key=lambda unit: unit != "+joint")  # which takes longest
         if len(units) < 2:
             return
         if self._pool is None:
@@ -382,19 +384,6 @@ class Run:
                  self._counts["computed"], self._counts["reused"])  # fmt: skip
 
 
-def resolve_devices(device: object) -> list[str]:
-    """The devices that a configuration names, `auto` and `spread` resolved."""
-    if device != []:
-        device = parse_devices(device)
-    if isinstance(device, list):
-        if not device:
-            raise InputError("device is an empty list")
-        return [str(resolve_device(one)) for one in device]
-    if device in ("auto", "spread"):
-        return list_devices(1 if device == "auto" else SPREAD)
-    return [str(device)]
-
-
 _latest: list[Any] = []
 """In a worker: the configuration of its latest job, and the run with its objects."""
 
@@ -413,6 +402,11 @@ def _work_in_process(
     with run.work_on([unit]):
         stage(run)
     return set(run.made)
+
+
+def say_seconds(artifact: Artifact) -> str:
+    """How long it took to make an artifact, for the log."""
+    return "found in the store" if artifact.reused else f"{artifact.info['wall_seconds']:.1f} s"
 
 
 def load_state(artifact: Artifact, name: str = MODEL) -> dict[str, Tensor]:

@@ -12,7 +12,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from rich.progress import track
 from torch import Tensor
 
 from mergekit_lab.checkpoints import open_checkpoint
@@ -38,8 +37,13 @@ def search_node(run: Run, label: str) -> Node:
         "searches", f"the coefficient of {label}", "merge", label,
         decide=lambda: _search_content(run, merger),
         make=lambda workspace: _search(run, merger, workspace),
-        needs=merge_inputs(run, merger),
+        needs=(*merge_inputs(run, merger), *_list_evaluations(run).values()),
     )  # fmt: skip
+
+
+def _list_evaluations(run: Run) -> dict[str, Node]:
+    """Of every expert on its task's validation part, which candidates are compared with."""
+    return {task: evaluation_node(run, expert_model(run, task), task, "validation") for task in run.experts}
 
 
 def check_patterns(run: Run) -> None:
@@ -86,10 +90,7 @@ def read_coefficient(run: Run, merger: Merger) -> float | None:
 
 def _search(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
     """Every candidate is one pass of arithmetic and its evaluation: of a grid, merge once a variant, at 1."""
-    experts = {
-        task: float(run.obtain(evaluation_node(run, expert_model(run, task), task, "validation")).info["value"])
-        for task in run.experts
-    }
+    experts = {task: float(run.obtain(node).info["value"]) for task, node in _list_evaluations(run).items()}
     curve: list[Candidate] = _evolve(run, merger, experts, workspace) if run.search.method == "cma_es" else []
     for fields in () if curve else run.search.list_variants(merger.content):
         score_at = _make_scorer(run, merge_experts(run, merger.with_fields(fields).at(1.0)))
@@ -99,9 +100,8 @@ def _search(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]
         if run.search.method == "halving":
             candidates = search_halving(grid, experts, score_at, refine=run.search.refine, reached=reached)
         else:
-            shown = track(grid, title, disable=not run.cfg.progress, transient=True)
             candidates = search_grid(
-                shown, experts, score_at,
+                run.track(grid, title), experts, score_at,
                 prune=run.search.prune, patience=run.search.patience, reached=reached,
             )  # fmt: skip
         curve += [replace(candidate, fields=fields) for candidate in candidates]
@@ -138,7 +138,7 @@ def _evolve(run: Run, merger: Merger, experts: Mapping[str, float], workspace: W
         run.model.load_state_dict(merge_state_dicts(base, models, method, device=run.device))
         return _score_model(run)
 
-    turns = track(range(how.trials), f"weights of {merger.label}", disable=not run.cfg.progress, transient=True)
+    turns = run.track(range(how.trials), f"weights of {merger.label}")
     curve = search_cma_es(
         len(experts) * len(patterns), experts, score_at, turns=turns, low=how.low, high=how.high,
         population=how.population, seed=how.seed, log=workspace.resume / "trials.jsonl",

@@ -59,9 +59,7 @@ def settle(cfg: DictConfig) -> DictConfig:
         for key in ("experts", "models"):
             if _is_listed(made[key]):
                 sources = OmegaConf.to_container(made[key]) if OmegaConf.is_config(made[key]) else made[key]
-                learned = [name for name, node in made.suite.tasks.items() if not _is_harness(node)]
-                of_tasks = key == "experts" and learned
-                made[key] = _name_experts(sources, learned) if of_tasks else _name_alone(sources, key)
+                made[key] = _name_checkpoints(sources, key, made.suite.tasks)
         if made.models and made.backbone[find_weights_key(made.backbone)] is None:
             made.backbone[find_weights_key(made.backbone)] = next(iter(made.models.values()))
         made.base = made.texts = None
@@ -76,19 +74,8 @@ def find_weights_key(backbone: Any) -> str:
     """
     key = next((name for name in _WEIGHTS if name in backbone), None)
     if key is None:
-        raise InputError("base or models is set, and this backbone takes no weights: choose backbone=hf_causal")
+        raise InputError("base or models is set, but this backbone takes no weights: choose backbone=hf_causal")
     return key
-
-
-def _is_harness(task: Any) -> bool:
-    return str(task.get("_target_")).endswith("HarnessTask")
-
-
-def _name_alone(sources: Any, key: str) -> dict[str, str]:
-    """Checkpoints by given names, or by those of their folders."""
-    from mergekit_lab.commands.sources import name_sources, read_sources
-
-    return name_sources(read_sources(sources, key), key)
 
 
 def _list_harness_tasks(suite: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -106,7 +93,7 @@ def _list_harness_tasks(suite: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         of_tasks = value if isinstance(value, Mapping) else dict.fromkeys(names, value)
         for name, own in of_tasks.items():
             if name not in nodes:
-                raise InputError(f"suite.{key} names {name!r}, which is no task{suggest(name, names)}")
+                raise InputError(f"suite.{key} names {name!r}, which is not a task{suggest(name, names)}")
             nodes[name][key] = own
     return nodes
 
@@ -115,20 +102,24 @@ def _is_listed(experts: Any) -> bool:
     return OmegaConf.is_list(experts) or OmegaConf.is_dict(experts) or str(experts).startswith("@")
 
 
-def _name_experts(experts: Any, tasks: list[str]) -> dict[str, str]:
-    from mergekit_lab.commands.sources import read_sources
+def _name_checkpoints(sources: Any, key: str, tasks: Mapping[str, Any]) -> dict[str, str]:
+    """Experts by the tasks that are learned; else checkpoints by given names, or by those of their folders."""
+    from mergekit_lab.commands.sources import name_sources, read_sources
 
-    read = read_sources(experts, "experts")
+    read = read_sources(sources, key)
+    learned = [name for name, task in tasks.items() if not str(task.get("_target_")).endswith("HarnessTask")]
+    if key == "models" or not learned:
+        return name_sources(read, key)
     if isinstance(read, Mapping):
-        if odd := [name for name in read if name not in tasks]:
-            raise InputError(f"experts names {odd[0]!r}, which is no task{suggest(odd[0], tasks)}")
+        if odd := [name for name in read if name not in learned]:
+            raise InputError(f"experts names {odd[0]!r}, which is not a task{suggest(odd[0], learned)}")
         return dict(read)
-    if len(read) != len(tasks):
+    if len(read) != len(learned):
         raise InputError(
-            f"{len(read)} experts were given for {len(tasks)} tasks ({join_names(tasks)}): one each, in this "
-            "order; suite=NAME or texts=[FILE,…] says which tasks"
+            f"{len(read)} experts were given for {len(learned)} tasks ({join_names(learned)}): one each, in "
+            "this order; suite=NAME or texts=[FILE,…] says which tasks"
         )
-    return dict(zip(tasks, read, strict=True))
+    return dict(zip(learned, read, strict=True))
 
 
 def _read_texts(texts: Any) -> dict[str, dict[str, Any]]:

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from mergekit_lab.errors import InputError
-from mergekit_lab.machine import format_size
+from mergekit_lab.errors import InputError, say_bytes
 from mergekit_lab.paths import find_default_store
-from mergekit_lab.reporting import strip_controls
 from mergekit_lab.schema.check import build, check_group
 from mergekit_lab.schema.store import StoreSettings
 from mergekit_lab.store import Artifact, Store
@@ -27,7 +25,6 @@ from mergekit_lab.store.upkeep import (
     find_nearest,
     find_unreadable,
     is_older,
-    measure_size,
     remove,
 )
 
@@ -91,13 +88,13 @@ def _list(store: Store, settings: StoreSettings) -> None:
         by_kind[f"{artifact.kind}{', half made' if artifact in cut else ''}"].append(artifact)
     log.info("store %s", store.root)
     for kind, members in by_kind.items():
-        log.info("%s: %d, %s", kind, len(members), format_size(sum(map(measure_size, members))))
+        log.info("%s: %d, %s", kind, len(members), say_bytes(sum(map(measure_size, members))))
         if settings.kind or settings.key:
             for artifact in members:
                 columns = (
                     artifact.key,
                     artifact.created,
-                    format_size(measure_size(artifact)),
+                    say_bytes(measure_size(artifact)),
                     _describe(artifact),
                 )
                 log.info("  %s", strip_controls("  ".join(columns)))
@@ -168,7 +165,7 @@ def _prune(run: Run, settings: StoreSettings) -> None:
     ]
     if settings.which == "others" and settings.kind is None:
         chosen = [artifact for artifact in chosen if artifact.kind not in _OF_DATA]
-    freed = format_size(sum(map(measure_size, chosen)))
+    freed = say_bytes(sum(map(measure_size, chosen)))
     if not settings.confirm or run.cfg.dry_run:
         for artifact in chosen:
             log.info("%s %s  %s", artifact.kind, artifact.key, _describe(artifact) or "half made")
@@ -195,7 +192,7 @@ def _export(store: Store, settings: StoreSettings, cfg: DictConfig) -> None:
     chosen = _select(store, settings) if settings.key else []
     if len(chosen) != 1:
         raise InputError(
-            f"store.key={settings.key} names {len(chosen)} artifacts: one is exported, see store.action=list"
+            f"store.key={settings.key} fits {len(chosen)} artifacts, but one is needed: see store.action=list"
         )
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise InputError(f"{out} is not an empty folder: export into a new one")

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mergekit_lab.errors import InputError, abbreviate, join_names, suggest
+from mergekit_lab.ranges import require
 from mergekit_lab.schema.target import Target
 from mergekit_lab.schema.values import check_value, find_inner_type, list_options
 
@@ -42,7 +43,7 @@ def build(node: Any, kind: Callable[..., T]) -> T:
     """
     made = _instantiate(node, kind)
     if isinstance(made, partial):
-        raise InputError(f"{node['_target_']} says `_partial_`: leave that out")
+        raise InputError(f"remove `_partial_` from the configuration of {node['_target_']}")
     return made
 
 
@@ -50,7 +51,7 @@ def build_partial(node: Any, kind: Callable[..., T]) -> partial[T]:
     """The same for a node that says `_partial_: true`: a call of the result makes a `kind`."""
     made = _instantiate(node, kind)
     if not isinstance(made, partial):
-        raise InputError(f"the configuration of {node['_target_']} must say `_partial_: true`")
+        raise InputError(f"the configuration of {node['_target_']} needs `_partial_: true`")
     return made
 
 
@@ -126,8 +127,7 @@ def check_group(node: Any, kind: type, path: tuple[str, ...]) -> None:
         path: of the group, for messages.
     """
     where = ".".join(path)
-    if not isinstance(node, Mapping):
-        raise InputError(f"{where} is {abbreviate(node)}; it must be a group of keys")
+    require(isinstance(node, Mapping), where, node, "a group of keys")
     _check_keys(node, kind, path)
     try:
         kind(**node)
@@ -185,11 +185,8 @@ def _check_target(node: Mapping[str, Any], hint: Any, path: tuple[str, ...]) -> 
     except Exception as error:  # importing a user's module may raise anything
         raise InputError(f"{where}: {error}") from None
     made = target if inspect.isclass(target) else _find_returned_class(target)
-    if made is None or not issubclass(made, wanted):
-        names = " or ".join(kind.__name__ for kind in wanted)
-        raise InputError(
-            f"{where} is {abbreviate(node['_target_'])}; it must be a {names}, or a subclass of it"
-        )
+    rule = f"a {' or '.join(kind.__name__ for kind in wanted)}, or a subclass of it"
+    require(made is not None and issubclass(made, wanted), where, node["_target_"], rule)
     _check_keys(node, target, path)
 
 

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mergekit_lab.errors import InputError
+from mergekit_lab.ranges import require
 from mergekit_lab.yaml_files import UNMADE, explain_yaml
 
 _CALLS = ("_target_", "()", "class")
@@ -60,8 +61,7 @@ def check_hydra(cfg: DictConfig) -> None:
         node = OmegaConf.select(cfg, f"hydra.{name}")
         for path, target in _list_calls(node, (name,)) if OmegaConf.is_config(node) else ():
             kind = _describe_wanted(path)
-            if kind and not _is_right(target, path):
-                raise InputError(f"hydra.{'.'.join(path)} is {target!r}; it must be {kind}")
+            require(not kind or _is_right(target, path), f"hydra.{'.'.join(path)}", target, kind or "")
 
 
 def _list_calls(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:

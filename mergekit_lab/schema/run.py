@@ -22,7 +22,7 @@ from mergekit_lab.evaluation.search import import_optuna
 from mergekit_lab.merging import Method
 from mergekit_lab.optim import count_gradient_evaluations
 from mergekit_lab.optim.offset import OffsetOptimizer
-from mergekit_lab.ranges import FASTEST
+from mergekit_lab.ranges import FASTEST, require
 from mergekit_lab.reporting import Tracker
 from mergekit_lab.schema.check import build, build_partial, check_against, list_stages
 from mergekit_lab.schema.store import StoreSettings
@@ -57,14 +57,16 @@ class Curvature:
 
     def __post_init__(self) -> None:
         if self.sampled and self.estimate != "per_sample":
-            raise InputError("curvature.sampled=true draws a label a sample: it needs estimate=per_sample")
+            raise InputError(
+                "curvature.sampled=true draws a label per sample: set curvature.estimate=per_sample"
+            )
         if (self.samples is None) == (self.fraction is None):
             raise InputError(
                 f"curvature.samples is {self.samples} and curvature.fraction {self.fraction}: set one and "
                 "leave the other null"
             )
         if self.batch is not None and self.fraction is None:
-            raise InputError(f"curvature.batch={self.batch} makes batches of curvature.fraction: set that too")
+            raise InputError(f"curvature.batch={self.batch} needs curvature.fraction: set that too")
 
     def count(self, images: int) -> int:
         """How many of a task's training images are used."""
@@ -118,15 +120,14 @@ class Search:
         others = _OF_GRIDS if self.method == "cma_es" else _OF_CMA_ES
         for each in fields(self):
             if each.name in others and getattr(self, each.name) != each.default:
-                raise InputError(f"search.{each.name} is nothing that search.method={self.method} reads")
+                raise InputError(f"search.method={self.method} does not use search.{each.name}: leave it out")
         if self.method == "cma_es":
             import_optuna()
-            if not self.low < self.high:
-                raise InputError(f"search.low is {self.low}; it must be below search.high, {self.high}")
+            require(self.low < self.high, "search.low", self.low, f"below search.high, {self.high}")
         elif self.coefficients is None:
             raise InputError(f"search.method={self.method} needs search.coefficients; [] searches none")
         elif self.method == "halving" and len(self.coefficients) == 1:
-            raise InputError("search.method=halving needs two or more search.coefficients to begin with")
+            raise InputError("search.method=halving needs at least two search.coefficients")
 
     @property
     def takes_place(self) -> bool:
@@ -250,20 +251,19 @@ def check(cfg: DictConfig) -> None:
     """
     check_against(cfg, Main)
     if cfg.objective and not (cfg.mergers or cfg.merger):
-        raise InputError(f"objective={cfg.objective} is that of merged models: set merger=NAME")
+        raise InputError(
+            f"objective={cfg.objective} scores merged models, and this run has none: set merger=NAME"
+        )
     if "analyze" in list_stages(cfg):
         build(cfg.analysis, get_class("mergekit_lab.runs.analyses.Analysis"))
     finetuning = build(cfg.finetuning, Parametrization)
     if wants_fit(cfg.optimizer) and isinstance(finetuning, LoRA):
         raise InputError(
-            "optimizer.scale=fit fits the task vectors of weights, and finetuning=lora trains factors of them: "
-            "give the scale as a number"
+            "optimizer.scale=fit needs task vectors of whole weights, but finetuning=lora trains factors: "
+            "set the scale to a number"
         )
     if isinstance(finetuning, Linearized) and cfg.backbone.get("checkpointing"):
-        raise InputError(
-            "backbone.checkpointing=true computes activations again in a backward pass, which forward-mode "
-            "derivatives do not allow: set it to false with finetuning=linearized"
-        )
+        raise InputError("finetuning=linearized cannot recompute activations: set backbone.checkpointing=false")
     for task, node in cfg.optimizer_of.items():
         if wants_fit(node):
             raise InputError(
@@ -278,8 +278,8 @@ def check(cfg: DictConfig) -> None:
     for node in optimizers:
         if cfg.training.get("budget") == "seconds" and "steps" in node:
             raise InputError(
-                f"{node._target_.rpartition('.')[2]} plans over its number of steps, which "
-                "training.budget=seconds leaves open: take a budget of steps or gradient_evaluations"
+                f"{node._target_.rpartition('.')[2]} must know the number of steps, but "
+                "training.budget=seconds leaves it open: set training.budget to steps or gradient_evaluations"
             )
     if cfg.trainer.strategy == "fsdp":
         _refuse_what_needs_whole_weights(finetuning, optimizers)
@@ -312,9 +312,8 @@ def _refuse_vanishing_offsets(nodes: Iterable[DictConfig]) -> None:
     for made in map(_build_alone, nodes):
         if isinstance(made, OffsetOptimizer):
             raise InputError(
-                f"{type(made).__name__}'s offsets would vanish in the rounding of bfloat16 weights (half a "
-                "unit in the last place of .25 is 5e-4): set training.precision=bf16-mixed, which trains "
-                "float32 weights with bfloat16 arithmetic and stores them in the backbone's dtype"
+                f"bfloat16 weights would round away {type(made).__name__}'s small offsets: set "
+                "training.precision=bf16-mixed (float32 weights, bfloat16 arithmetic)"
             )
 
 

@@ -123,7 +123,7 @@ class FolderLock:
             mine.rename(self.path)
         except NotADirectoryError:
             raise InputError(
-                f"{self.path} is where the store keeps a lock, but not a folder: delete it"
+                f"the store keeps a lock at {self.path}, which is not a folder: delete it"
             ) from None
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):

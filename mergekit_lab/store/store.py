@@ -245,7 +245,7 @@ class Store:
                     continue
             artifact = self.find(kind, content)
             if artifact is None:
-                raise InputError(f"{kind} {key} was made, and is gone: was {self.root / kind / key} deleted?")
+                raise InputError(f"{kind} {key} has disappeared: was {self.root / kind / key} deleted?")
             return replace(artifact, reused=False)
         return artifact
 

@@ -64,7 +64,7 @@ def find_damages(artifacts: Iterable[Artifact]) -> list[Damage]:
         except FileNotFoundError:
             messages.append(f"{artifact.title} has no manifest: nothing was published there")
         except NotADirectoryError:
-            messages.append(f"{artifact.title} is no folder")
+            messages.append(f"{artifact.title} is not a folder")
         except DAMAGE as error:
             messages.append(f"{artifact.title} has a damaged manifest ({error!r})")
         if os.path.lexists(artifact.folder):

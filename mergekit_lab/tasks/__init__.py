@@ -2,7 +2,7 @@
 
 from .arithmetic import WordProblems
 from .checks import DataCheck, check_task
-from .crops import draw_boxes, resize
+from .crops import draw_boxes
 from .decoding import Packed
 from .glyph_tasks import Accents, Cyrillic, GlyphTask, Greek, Latin, Math, Style
 from .handwriting import Digits, Handwriting, Mnist
@@ -44,5 +44,4 @@ __all__ = [
     "digest_images",
     "draw_boxes",
     "find_held_out",
-    "resize",
 ]

@@ -98,8 +98,8 @@ class WordProblems(TextTask):
                     answers.append(str(answer))
             if len(prompts) < size:
                 raise InputError(
-                    f"task {self.name!r}: there are not {sum(sizes.values())} different problems of kind "
-                    f"{self.kind!r}: lower its sizes"
+                    f"task {self.name!r}: there are fewer than {sum(sizes.values())} different problems of "
+                    f"kind {self.kind!r}: lower its sizes"
                 )
             if name == part:
                 break

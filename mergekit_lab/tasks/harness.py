@@ -125,7 +125,7 @@ def _index_tasks(include_path: str | None, defaults: bool) -> Any:
     logging.getLogger(_PACKAGE).setLevel(logging.ERROR)
     folder = Path(include_path).expanduser() if include_path else None
     if folder and not folder.is_dir():
-        raise InputError(f"suite.include_path={include_path} is no folder")
+        raise InputError(f"suite.include_path={include_path} is not a folder")
     return TaskManager(include_path=folder, include_defaults=defaults)
 
 

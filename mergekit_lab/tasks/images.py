@@ -169,8 +169,10 @@ class HubImages(ImageTask):
             raise InputError(f"the data of {self.name} is on no hub: set sources.{self.name}=FOLDER")
         return download_data(self._repository, self.wanted_parts, self.subset, into, self.parts["validation"])
 
-    def describe_source(self) -> str:
-        """Where the data comes from, for messages."""
+    def find_missing(self) -> str | None:
+        """Where the data would come from, for messages; None if it is here."""
+        if self.find_folder() is not None:
+            return None
         setting = f"sources.{self.name}=FOLDER" + (f" or {self.root}/{self.name}" if self.root else "")
         hub = f"data set {self._repository} of the hub, or " if self._repository else ""
         return f"{self.name}: {hub}{setting}"

@@ -30,7 +30,7 @@ class Labeling:
         self._task = task
         self._classes = classes
         self._rows = rows
-        self._spelled = _simplify if len(set(map(_simplify, classes))) == len(classes) else str
+        self._spelled = simplify if len(set(map(simplify, classes))) == len(classes) else str
         self._places = {self._spelled(name): number for number, name in enumerate(classes)}
         self.labels = {part: self._check(part) for part in rows}
 
@@ -92,6 +92,6 @@ class Labeling:
         return ours
 
 
-def _simplify(name: str) -> str:
+def simplify(name: str) -> str:
     """Without case, spaces and signs, for comparing; a name of signs alone stays as it is."""
     return re.sub(r"[\W_]+", "", name.lower()) or name

@@ -94,9 +94,7 @@ class Messages(TextTask):
                 text, labels = _draw_message(draw)
                 misses += 1
                 if misses > _PATIENCE:
-                    raise InputError(
-                        f"task {self.name!r}: there are not so many different messages: lower its sizes"
-                    )
+                    raise InputError(f"task {self.name!r}: there are fewer different messages: lower its sizes")
                 if text not in seen:
                     misses = 0
                     seen.add(text)

@@ -101,8 +101,8 @@ class TextTask(Task):
             odd = set(samples.answers) - set(self.choices)
             if odd:
                 raise InputError(
-                    f"task {self.name!r}: {part} has answers that are no choice ({join_names(sorted(odd))}); "
-                    f"choices are {join_names(self.choices)}"
+                    f"task {self.name!r}: {part} has answers that are not among the choices "
+                    f"({join_names(sorted(odd))}); choices are {join_names(self.choices)}"
                 )
         if not all(samples.answers):
             raise InputError(f"task {self.name!r}: {part} has an empty answer, which teaches nothing")
@@ -170,8 +170,8 @@ class TextFile(TextTask):
                 list(Formatter().parse(getattr(self, name)))
             except ValueError as error:
                 raise InputError(
-                    f"task {self.name!r}: {name} is {getattr(self, name)!r}, which is no template ({error}): "
-                    "put columns in braces, and double a brace of the text itself"
+                    f"task {self.name!r}: {name} is {getattr(self, name)!r}, which is not a template "
+                    f"({error}): put columns in braces, and double a brace of the text itself"
                 ) from None
 
     def make(self, part: Part) -> TextSamples:
@@ -206,8 +206,8 @@ class TextFile(TextTask):
             wanted = sizes.get(other)
             if wanted is None and other != part and other != "train":
                 raise InputError(
-                    f"task {self.name!r}: {other} and {part} are read from {source_part[part]!r}, so "
-                    f"sizes.{other} must say how many rows are whose"
+                    f"task {self.name!r}: {other} and {part} are both cut from {source_part[part]!r}: "
+                    f"set sizes.{other}, its number of rows"
                 )
             chosen = order[taken:] if wanted is None else order[taken : taken + wanted]
             if other == part:
@@ -273,7 +273,8 @@ def read_rows(source: str, part: str, task: str) -> list[Mapping[str, Any]]:
     odd = next((position for position, row in enumerate(rows) if not isinstance(row, Mapping)), None)
     if odd is not None:
         raise InputError(
-            f"task {task!r}: {table} is no list of rows with columns: row {odd + 1} is {str(rows[odd])[:40]!r}"
+            f"task {task!r}: {table} is not a list of rows with columns: "
+            f"row {odd + 1} is {str(rows[odd])[:40]!r}"
         )
     return rows
 

@@ -10,24 +10,20 @@ from mergekit_lab.training.settings import TrainingSettings
 
 if TYPE_CHECKING:
     from mergekit_lab.training.cost import TrainingCost
-    from mergekit_lab.training.data import StepBatches, TaskData
-    from mergekit_lab.training.fit import Finetuned, finetune
+    from mergekit_lab.training.data import StepBatches
+    from mergekit_lab.training.fit import finetune
     from mergekit_lab.training.module import FinetuneModule
 
 _LATER = {
     "TrainingCost": "cost",
     "StepBatches": "data",
-    "TaskData": "data",
-    "Finetuned": "fit",
     "finetune": "fit",
     "FinetuneModule": "module",
 }
 
 __all__ = [
     "FinetuneModule",
-    "Finetuned",
     "StepBatches",
-    "TaskData",
     "TrainingCost",
     "TrainingSettings",
     "finetune",

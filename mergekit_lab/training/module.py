@@ -119,13 +119,12 @@ class FinetuneModule(RecordedModule):
         if self.trainer.accumulate_grad_batches > 1:
             raise InputError(
                 "Lightning's accumulate_grad_batches would hide all but the last micro-batch from optimizers "
-                "that evaluate twice: set training.accumulate, which cuts the batch of every evaluation"
+                "that evaluate twice: set training.accumulate instead"
             )
         if self.trainer.gradient_clip_val is not None:
             raise InputError(
-                f"Trainer(gradient_clip_val={self.trainer.gradient_clip_val}) has no effect here, because only "
-                "the gradient that the base uses is clipped: leave it out, "
-                "and set training.clip_norm (FinetuneModule(clip_norm=…))"
+                f"Trainer(gradient_clip_val={self.trainer.gradient_clip_val}) has no effect here: set "
+                "training.clip_norm (FinetuneModule(clip_norm=…)) instead"
             )
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         optimizer = self.make_optimizer(named)
@@ -178,8 +177,8 @@ class FinetuneModule(RecordedModule):
                 if "without overflow" not in str(error):
                     raise
                 raise InputError(
-                    f"the optimizer of {', '.join(self.tasks)} has a setting whose products leave float32 "
-                    f"({error}): lower its learning rate, decay or the like"
+                    f"the optimizer of {', '.join(self.tasks)} has settings that overflow float32 "
+                    f"({error}): lower its learning rate or weight decay"
                 ) from error
         elif optimizer_closure is not None:
             optimizer_closure()

@@ -100,11 +100,11 @@ def find_checkpoint(folder: Path, origin: CheckpointOrigin) -> Path | None:
         InputError: the folder is a file, or a folder has a checkpoint's name.
     """
     if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder} is no folder, and checkpoints are to be written there: move it away")
+        raise InputError(f"checkpoints go into {folder}, which is not a folder: move it away")
     for path in (folder / f"{name}{suffix}" for name in NAMES for suffix in (".ckpt", ".part")):
         if path.is_dir():
             raise InputError(
-                f"{path} is a folder, and training writes a file of this name: move it away, or delete it"
+                f"{path} is a folder, but training writes a file there: move it away, or delete it"
             )
         if path.exists() and not path.is_file():
             log.warning("%s is neither file nor folder: it is removed", path)
@@ -119,7 +119,7 @@ def find_checkpoint(folder: Path, origin: CheckpointOrigin) -> Path | None:
             origin.load(file)
     except Exception as error:
         why = (str(error) or type(error).__name__).splitlines()[0]
-        log.warning("%s cannot be gone on from (%s): training starts again", file, why)
+        log.warning("cannot resume from %s (%s): training starts again", file, why)
         return None
     log.info("resuming from %s", last)
     return last

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from mergekit_lab.errors import InputError, suggest
-from mergekit_lab.ranges import FASTEST
+from mergekit_lab.errors import InputError
+from mergekit_lab.ranges import require, require_choice, require_number, require_positive, require_whole
 
-_KEEP = ("best", "last")
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 _HOW = ("compile", "capture")
 """What decides how fast a training is, and of its result no more than the card does: the rounding."""
@@ -79,50 +78,33 @@ class TrainingSettings:
     capture: bool | str = "auto"
 
     def __post_init__(self) -> None:
-        lowest = {"steps": 1, "batch_size": 1, "lr": 0, "weight_decay": 0, "validations": 1, "accumulate": 1}
-        for name, low in lowest.items():
-            if not low <= getattr(self, name) < math.inf:
-                raise InputError(
-                    f"training.{name} is {getattr(self, name)}; it must be at least {low}, and finite"
-                )
-        if self.lr > FASTEST:
-            raise InputError(f"training.lr is {self.lr}; it must be at most {FASTEST:g}")
-        if self.accumulate > self.batch_size:
-            raise InputError(
-                f"training.accumulate is {self.accumulate}; it must be at most training.batch_size = "
-                f"{self.batch_size}, which it cuts into micro-batches"
-            )
-        share = isinstance(self.warmup_steps, float)
-        if not 0 <= self.warmup_steps <= (1 if share else self.steps):
-            raise InputError(
-                f"training.warmup_steps is {self.warmup_steps}; it must be a share, 0.0 to 1.0, or a whole "
-                f"number in [0, training.steps = {self.steps}]"
-            )
+        for name in ("steps", "batch_size", "validations", "accumulate"):
+            require_whole(f"training.{name}", getattr(self, name), 1)
+        for name in ("lr", "weight_decay"):
+            require_number(f"training.{name}", getattr(self, name), least=0)
+        most = f"at most training.batch_size = {self.batch_size}, which it cuts into micro-batches"
+        require(self.accumulate <= self.batch_size, "training.accumulate", self.accumulate, most)
+        whole = 1 if isinstance(self.warmup_steps, float) else self.steps
+        rule = f"a share, 0.0 to 1.0, or a whole number in [0, training.steps = {self.steps}]"
+        require(0 <= self.warmup_steps <= whole, "training.warmup_steps", self.warmup_steps, rule)
         self._check_budget()
-        if not 0 <= self.label_smoothing < 1:
-            raise InputError(f"training.label_smoothing is {self.label_smoothing}; it must be in [0, 1)")
-        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
-            raise InputError(f"training.clip_norm is {self.clip_norm}; it must be positive and finite, or null")
-        if self.keep not in _KEEP:
-            raise InputError(f"training.keep is {self.keep!r}; it must be one of {', '.join(_KEEP)}")
+        require(0 <= self.label_smoothing < 1, "training.label_smoothing", self.label_smoothing, "in [0, 1)")
+        if self.clip_norm is not None:
+            require_positive("training.clip_norm", self.clip_norm)
         for name in _HOW:
-            if getattr(self, name) not in (True, False, "auto"):
-                raise InputError(f"training.{name} is {getattr(self, name)!r}; it must be true, false or auto")
-        if self.precision not in _PRECISIONS:
-            raise InputError(
-                f"training.precision is {self.precision!r}; it must be one of {', '.join(_PRECISIONS)}: fp16 "
-                "gradient scaling steps without a closure, which SAM and its kin need"
-            )
-        if self.schedule not in SCHEDULES:
-            raise InputError(f"training.schedule is {self.schedule!r}{suggest(self.schedule, SCHEDULES)}")
+            value = getattr(self, name)
+            require(value in (True, False, "auto"), f"training.{name}", value, "true, false or auto")
+        rule = f"one of {', '.join(_PRECISIONS)}: no fp16, whose gradient scaler steps without a closure"
+        require(self.precision in _PRECISIONS, "training.precision", self.precision, rule)
+        require_choice("training.keep", self.keep, ("best", "last"))
+        require_choice("training.schedule", self.schedule, SCHEDULES)
         self._check_epochs()
 
     def _check_epochs(self) -> None:
         epochs = {"epochs": self.epochs} if self.epochs is not None else {}
         epochs |= {f"epochs_of.{task}": value for task, value in (self.epochs_of or {}).items()}
         for name, value in epochs.items():
-            if not 0 < value < math.inf:
-                raise InputError(f"training.{name} is {value}; it must be positive, and finite")
+            require_positive(f"training.{name}", value)
         size = next((name for name in BUDGETS[1:] if getattr(self, name) is not None), None)
         if epochs and size:
             raise InputError(
@@ -130,8 +112,7 @@ class TrainingSettings:
             )
 
     def _check_budget(self) -> None:
-        if self.budget not in BUDGETS:
-            raise InputError(f"training.budget is {self.budget!r}{suggest(self.budget, BUDGETS)}")
+        require_choice("training.budget", self.budget, BUDGETS)
         for name in BUDGETS[1:]:
             value = getattr(self, name)
             if value is not None and self.budget != name:
@@ -139,10 +120,10 @@ class TrainingSettings:
                     f"training.{name} is {value}, and training.budget is {self.budget!r}: set "
                     f"training.budget={name}, or leave training.{name} null"
                 )
-            if value is not None and not 0 < value < math.inf:
-                raise InputError(f"training.{name} is {value}; it must be positive, and finite")
+            if value is not None:
+                require_positive(f"training.{name}", value)
         if self.budget == "seconds" and self.seconds is None:
-            raise InputError("training.budget=seconds needs training.seconds: how many an expert trains")
+            raise InputError("training.budget=seconds needs training.seconds, the time to train one expert")
 
     def resolve_epochs(self, task: str, samples: int) -> TrainingSettings:
         """These settings with epochs as a whole number of steps, at least 1.
@@ -193,7 +174,7 @@ class TrainingSettings:
         steps = int(allowed / evaluations_a_step)
         if steps < 1:
             raise InputError(
-                f"{allowed} gradient evaluations do not allow one step, which takes "
+                f"{allowed} gradient evaluations are too few for one step, which takes "
                 f"{float(evaluations_a_step):g}: raise training.gradient_evaluations"
             )
         return replace(self.with_steps(steps), budget="steps", gradient_evaluations=None)

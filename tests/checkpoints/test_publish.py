@@ -20,12 +20,11 @@ from mergekit_lab.checkpoints import (
     Checkpoint,
     TensorSpec,
     check_out,
-    copy_model_files,
-    copy_tokenizer_files,
     make_folder,
     plan_model_files,
     plan_tokenizer_files,
     publish,
+    write_files,
 )
 from mergekit_lab.checkpoints.publish import RECORD
 from mergekit_lab.merging import TSVM, TaskArithmetic
@@ -343,8 +342,8 @@ def test_a_folder_keeps_what_its_loaders_need(tmp_path) -> None:
     (source / "config.json").write_text(json.dumps(plain | {"quantization_config": {"quant_method": "gptq"}}))
     (source / "chat_template.jinja").write_text("{{ x }}")
     (tmp_path / "out").mkdir()
-    copy_model_files(source, tmp_path / "out", None, torch.float16, 40)
-    copy_tokenizer_files(source, tmp_path / "out")
+    write_files(plan_model_files(source, None, torch.float16, 40), tmp_path / "out")
+    write_files(plan_tokenizer_files(source), tmp_path / "out")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
         [
             "LICENSE",
@@ -368,7 +367,7 @@ def test_open_clip_is_told_of_a_grown_vocabulary(tmp_path) -> None:
     (source / "config.json").write_text("{}")
     config = {"model_cfg": {"text_cfg": {"vocab_size": 36, "width": 8}}}
     (source / "open_clip_config.json").write_text(json.dumps(config))
-    assert copy_model_files(source, out, OPEN_CLIP, vocabulary=38) == ["open_clip_config.json"]
+    assert [*write_files(plan_model_files(source, OPEN_CLIP, vocabulary=38), out)] == ["open_clip_config.json"]
     copied = json.loads((out / "open_clip_config.json").read_text())["model_cfg"]["text_cfg"]
     assert copied == {"vocab_size": 38, "width": 8}
 
@@ -380,8 +379,8 @@ def test_links_that_a_user_made_are_followed(tmp_path) -> None:
     out.mkdir()
     for file in real.iterdir():
         (source / file.name).symlink_to(file)
-    copy_model_files(source, out)
-    copy_tokenizer_files(source, out)
+    write_files(plan_model_files(source), out)
+    write_files(plan_tokenizer_files(source), out)
     assert not any(file.is_symlink() for file in out.iterdir())
     assert (out / "config.json").read_bytes() == (real / "config.json").read_bytes()
     assert (out / "tokenizer.json").read_bytes() == (real / "tokenizer.json").read_bytes()
@@ -396,11 +395,11 @@ def test_links_out_of_the_hubs_cache_are_refused_and_those_into_its_blobs_are_no
     (tmp_path / "models/blobs/123").write_text("{}")
     (source / "tokenizer.json").symlink_to("../../blobs/123")
     (tmp_path / "out").mkdir()
-    assert copy_tokenizer_files(source, tmp_path / "out") == ["tokenizer.json"]
+    assert list(write_files(plan_tokenizer_files(source), tmp_path / "out")) == ["tokenizer.json"]
     assert not (tmp_path / "out/tokenizer.json").is_symlink()
     (source / "tokenizer_config.json").symlink_to(secret)
     with pytest.raises(InputError, match=r"links that lead out of it \(tokenizer_config.json\)"):
-        copy_tokenizer_files(source, tmp_path / "out")
+        write_files(plan_tokenizer_files(source), tmp_path / "out")
 
 
 @pytest.mark.parametrize(

@@ -336,7 +336,7 @@ def test_experts_that_contradict_each_other_need_the_bases_tokenizer(folders, tm
 @pytest.mark.parametrize(
     ("vocabulary", "message"),
     [
-        ('{"a": -1, "b": 0}', r"impossible rows to \('a'\)"),
+        ('{"a": -1, "b": 0}', r"impossible rows \('a'\)"),
         ('{"a": 99999999999999999999}', "impossible rows"),
         ('{"a": 1e400}', "cannot be read"),
         ('{"a": null}', "cannot be read"),

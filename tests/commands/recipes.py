@@ -17,6 +17,8 @@ EXACT = {
     "ties, not normalized": "merge_method: ties\nparameters: {normalize: false, lambda: 0.5}\n" + MODELS % D,
     "ties with densities of their own": "merge_method: ties\n"
     + MODELS % ("{weight: 1, density: 0.2}", "{weight: 0.5, density: 0.6}"),
+    "ties from nothing to everything": "merge_method: ties\n"
+    + MODELS % ("{weight: 1, density: [0, 0.5, 1]}", "{weight: 0.5, density: [0, 0.5, 1]}"),
     "ties, rescaled": "merge_method: ties\nparameters: {rescale: true}\n" + MODELS % D,
     "ties with gradients and filters": "merge_method: ties\n"
     + MODELS
@@ -49,6 +51,8 @@ EXACT = {
     "karcher": "merge_method: karcher\ndtype: float32\nmodels: [{model: a}, {model: b}, {model: c}]\n"
     "parameters: {max_iter: 5, tol: 1.0e-5}\n",
     "sce": "merge_method: sce\nparameters: {select_topk: 0.4}\n" + MODELS % ("{}", "{}"),
+    "sce from nothing to everything": "merge_method: sce\nparameters: {select_topk: [0, 1]}\n"
+    + MODELS % ("{}", "{}"),
     "ram": "merge_method: ram\nparameters: {epsilon: 1.0e-2}\n" + MODELS % ("{}", "{}"),
     "ramplus_tl": "merge_method: ramplus_tl\nparameters: {epsilon: 1.0e-2, r: 0.3, alpha: 0.5}\n"
     + MODELS % ("{}", "{}"),
@@ -82,6 +86,7 @@ EXACT = {
     "- sources: [{model: c, layer_range: [1, 4]}, {model: b, layer_range: [1, 4]}]\n  base_model: b\n",
     "dare of density 1": "merge_method: dare_ties\n" + MODELS % W,
     "della of density 1": "merge_method: della\n" + MODELS % W,
+    "della of density 0": "merge_method: della\n" + MODELS % ("{weight: 1, density: 0}", "{weight: 0.5}"),
 }
 """Nothing random: equal numbers."""
 

@@ -135,7 +135,7 @@ def test_cma_es_that_was_killed_equals_one_that_was_not_and_measures_nothing_twi
 
 
 def test_cma_es_says_what_it_lacks(monkeypatch) -> None:
-    with pytest.raises(InputError, match="two weights or more"):
+    with pytest.raises(InputError, match="at least two weights"):
         search_cma_es(1, {"a": 1.0}, near_optimum, turns=range(3))
     monkeypatch.setitem(sys.modules, "cmaes", None)
     with pytest.raises(InputError, match=r"needs optuna and cmaes .*pip install 'mergekit_lab\[evolve\]'"):

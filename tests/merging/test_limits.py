@@ -79,7 +79,7 @@ def test_consensus_keeps_what_enough_experts_use() -> None:
 def test_consensus_refuses_more_agreement_than_experts_and_thresholds_of_others() -> None:
     with pytest.raises(InputError, match="k is 3, and 2 experts"):
         merge_one(ConsensusTA(k=3), draw(2, 4))
-    with pytest.raises(InputError, match="tall: weights name 'svhn', which is no expert"):
+    with pytest.raises(InputError, match="tall: weights name 'svhn', which is not an expert"):
         merge_one(ConsensusTA(tall={"svhn": 0.3}), draw(2, 4))
 
 

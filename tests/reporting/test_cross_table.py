@@ -116,14 +116,14 @@ def test_csv_holds_fractions_and_deviations(records) -> None:
 @pytest.mark.parametrize(
     ("table", "measure", "match"),
     [
-        ("optimizers×merger", "value", "'optimizers' is no dimension.*optimizer"),
+        ("optimizers×merger", "value", "'optimizers' is not a dimension.*optimizer"),
         ("optimizer", "value", "must be two dimensions"),
         ("optimizer×optimizer", "value", "must be two dimensions"),
         ("optimizer×merger", "accuracy", "metric is 'accuracy'"),
         ("merger×task", "value", "leaves optimizer open"),
         ("optimizer×task", "value", "leaves merger open.*@merger:VALUE"),
         ("optimizer×task@merger:merger9", "value", "no record has merger 'merger9'"),
-        ("optimizer×task@mergr:merger1", "value", "'mergr' is no dimension.*'merger'"),
+        ("optimizer×task@mergr:merger1", "value", "'mergr' is not a dimension.*'merger'"),
         ("optimizer×task@task:task1@merger:merger1", "value", "after @ comes another dimension"),
         ("optimizer×task@merger:merger1@merger:merger2", "value", "after @ comes another dimension"),
         ("optimizer×task@merger", "value", "after @ comes another dimension"),

@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from mergekit_lab.errors import say_bytes
+from mergekit_lab.errors import say_bytes, say_duration
 from mergekit_lab.reporting import (
     Failure,
     Origin,
@@ -24,7 +24,7 @@ from mergekit_lab.reporting import (
     write_records,
     write_report,
 )
-from mergekit_lab.reporting.html import say_cache, say_duration
+from mergekit_lab.reporting.html import say_cache
 from mergekit_lab.reporting.run_files import FILES_READ, RunFiles, read_run
 
 CURVES = {"task0": [{"step": 0, "train_loss": 2.0}, {"step": 9, "train_loss": 1.0}]}

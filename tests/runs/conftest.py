@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+from backbone import be_small, write_small
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
@@ -15,3 +16,15 @@ def _no_hydra_left_behind():
 @pytest.fixture(scope="session")
 def session_store(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="session")
+def small_backbone(tmp_path_factory) -> Path:
+    return write_small(tmp_path_factory.mktemp("backbone"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_backbone(small_backbone):
+    """Modules that ask how good the model is have a fixture of this name that does nothing."""
+    with be_small(small_backbone):
+        yield

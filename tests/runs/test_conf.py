@@ -134,7 +134,7 @@ def test_a_merger_on_the_command_line_replaces_the_experiments_list(tmp_path) ->
         ("training.clip_norm=nan", "training.clip_norm is nan; it must be finite"),
         ("training.steps=many", "training.steps is 'many'; it must be of type int"),
         ("training.steps=0", "training.steps is 0; it must be at least 1"),
-        ("training.precision=16-mixed", "fp16 gradient scaling"),
+        ("training.precision=16-mixed", "fp16"),
         ("curvature.samples=0", "curvature.samples is 0"),
         ("+finetuning.parametrization=full", "unknown key 'finetuning.parametrization'"),
         ("joint=maybe", "joint is 'maybe'; it must be of type bool"),
@@ -171,7 +171,7 @@ def test_whole_numbers_enter_keys_as_what_they_are_read_as() -> None:
 
 def test_an_analysis_that_comes_last_is_checked_before_the_first_stage() -> None:
     lines = ["stage=[finetune,analyze]", "analysis=landscape", "analysis.samples=0"]
-    with pytest.raises(InputError, match=r"analysis\.samples is 0; it must be a whole number of at least 1"):
+    with pytest.raises(InputError, match=r"analysis\.samples is 0; it must be at least 1, or null"):
         check(composed(lines)[0])
 
 
@@ -181,7 +181,7 @@ def test_runs_that_are_started_in_the_same_second_have_a_folder_each() -> None:
 
 
 def test_an_objective_is_refused_where_nothing_is_merged() -> None:
-    with pytest.raises(InputError, match="objective=value is that of merged models: set merger=NAME"):
+    with pytest.raises(InputError, match=r"objective=value .*set merger=NAME"):
         check(composed(["objective=value"])[0])
 
 

@@ -72,7 +72,7 @@ def test_regmean_plusplus_takes_its_grams_in_the_merged_model(merged, tmp_path) 
         r.task: store / "experts" / r.model_key / "model.safetensors" for r in records if r.kind == "expert"
     }
     stored, (plain,) = open_checkpoint(store / "merged" / made), before
-    first, last = (f"visual.transformer.resblocks.{n}.mlp.c_fc.weight" for n in (0, 3))
+    first, last = (f"visual.transformer.resblocks.{n}.mlp.c_fc.weight" for n in (0, 1))
     other = open_checkpoint(store / "merged" / plain)
     mean = sum(open_checkpoint(path)["visual.conv1.weight"] for path in experts.values()) / len(experts)
     torch.testing.assert_close(stored["visual.conv1.weight"], mean)
@@ -175,7 +175,7 @@ def test_a_fraction_is_a_prefix_of_the_same_shuffle(tmp_path) -> None:
         (["curvature.samples=null", "curvature.fraction=1.5"], r"fraction is 1.5; it must be at most 1"),
         (["curvature.chunk=0"], "curvature.chunk is 0"),
         (["curvature.estimate=moment"], "curvature.estimate is 'moment'.*did you mean 'first_moment'"),
-        (["curvature.estimate=first_moment", "curvature.sampled=true"], "needs estimate=per_sample"),
+        (["curvature.estimate=first_moment", "curvature.sampled=true"], r"set curvature\.estimate=per_sample"),
     ],
 )
 def test_a_wrong_setting_is_refused(overrides: list[str], match: str) -> None:
@@ -219,5 +219,5 @@ def test_a_method_by_task_is_scored_with_each_tasks_own_model(merged, tmp_path) 
     manifests = [json.loads(file.read_text()) for file in (store / "evaluations").glob("*/manifest.json")]
     scored = [m["content"]["task"] for m in manifests if m["content"]["model"] == artifact.name]
     assert sorted(scored) == ["digits", "latin"]
-    with pytest.raises(InputError, match="makes a model for every task, and a coefficient is searched"):
+    with pytest.raises(InputError, match="coefficient cannot be searched"):
         go(tmp_path / "no", store, "merger=tsvc", "joint=false", "merger.coefficient=null")

@@ -259,7 +259,10 @@ def test_tasks_and_checkpoints_are_written_out_with_settings_of_their_own(tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["suite.num_fewshot={gsm9k: 8}"], "suite.num_fewshot names 'gsm9k', which is no task; did you mean"),
+        (
+            ["suite.num_fewshot={gsm9k: 8}"],
+            "suite.num_fewshot names 'gsm9k', which is not a task; did you mean",
+        ),
         (["suite.lm_eval_tasks=[]"], "suite.lm_eval_tasks is empty"),
         (["suite.num_fewshot=-1"], "num_fewshot is -1; it must be at least 0"),
         (["suite.limit=0"], "limit is 0; it must be above 0"),

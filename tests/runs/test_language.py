@@ -110,9 +110,9 @@ def test_epochs_may_name_tasks_that_are_left_out_but_no_slip(folders, tmp_path) 
 
     assert plan_settings(made("{stories: 2, quantities_old: 3, quantities: 1}"), "stories").steps == 12
     for epochs in ("{storeis: 1}", "{storeis: 1, quantities: 2}"):
-        with pytest.raises(InputError, match="'storeis' is no task of this run; did you mean 'stories'"):
+        with pytest.raises(InputError, match="'storeis' is not a task of this run; did you mean 'stories'"):
             made(epochs)
-    with pytest.raises(InputError, match="'elsewhere' is no task of this run"):
+    with pytest.raises(InputError, match="'elsewhere' is not a task of this run"):
         made("{elsewhere: 1}")
 
 
@@ -123,10 +123,10 @@ def test_epochs_may_name_tasks_that_are_left_out_but_no_slip(folders, tmp_path) 
             ["training.batch_size=6", "training.accumulate=2"],
             r"make training.batch_size a multiple of 4 for each task",
         ),
-        (["training.batch_size=1"], "1 samples of a task in a batch cannot be shared by 2 processes"),
+        (["training.batch_size=1"], "cannot share 1 samples per task"),
         (
             ["training.accumulate=2", "backbone.packing=true"],
-            "packing gives processes different numbers of rows",
+            "different numbers of rows",
         ),
     ],
 )
@@ -140,7 +140,7 @@ def test_processes_that_would_wait_for_each_other_for_ever_are_refused(
 
 
 def test_a_linearized_model_that_would_compute_activations_again_is_refused(folders, tmp_path) -> None:
-    with pytest.raises(InputError, match=r"set it to false with finetuning=linearized"):
+    with pytest.raises(InputError, match=r"set backbone\.checkpointing=false"):
         configured(folders["llama"], "llama", tmp_path, "finetuning=linearized", "backbone.checkpointing=true")
 
 
@@ -252,7 +252,7 @@ def test_bfloat16_weights_train_as_float32_so_that_offsets_stay_and_are_stored_a
     )
     assert {spec.dtype for spec in expert.specs.values()} == {torch.bfloat16}
     assert any(not torch.equal(expert[n], context.base_state[n]) for n in expert)
-    with pytest.raises(InputError, match="MergOPT's offsets would vanish in the rounding of bfloat16 weights"):
+    with pytest.raises(InputError, match="MergOPT's small offsets"):
         configured(folders["llama"], "llama", tmp_path, "optimizer=mergopt", "training.precision=bf16-true")
 
 

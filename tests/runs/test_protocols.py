@@ -258,7 +258,7 @@ ASK_GRID = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0]
 def test_the_table_finds_an_experiment_that_left_its_paper(name: str, key: str, value: Any) -> None:
     """A number is that of a defect in a shipped experiment.
 
-    7 and 10 are put back in `reporting/test_published.py`, 9 and 15 in `test_published_rows.py` and
+    7 and 10 are put back in `reporting/test_published.py`, 9 and 15 in `test_published.py` and
     `reporting/test_tables.py`; 13's marks and 14's values above, and in `tasks/test_metrics.py`.
     """
     cfg = checked(composition(name))

@@ -22,7 +22,6 @@ from mergekit_lab.reporting import read_records
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.records import Failure
 from mergekit_lab.reporting.run_files import read_run
-from mergekit_lab.runs.entry import STAGES
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.run import Run
 
@@ -347,7 +346,7 @@ def test_a_run_that_is_killed_does_not_pass_for_the_earlier_one_of_its_folder(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setitem(STAGES, "report", kill)
+        patch.setattr("mergekit_lab.runs.report.stage_report", kill)
         with pytest.raises(KeyboardInterrupt):
             go(tmp_path / "again", store, "stage=report", "seed=7")
     left = read_run(tmp_path / "again")

@@ -83,14 +83,14 @@ def test_labels_may_be_numbers_as_yaml_reads_them(tmp_path) -> None:
     [
         ({"prompt": "{txt}"}, r"template '\{txt\}' names 'txt'; did you mean 'text'"),
         ({"labels": {"0": "no"}}, "labels has no word for '1'"),
-        ({"choices": ("no", "maybe")}, r"answers that are no choice \(yes\)"),
+        ({"choices": ("no", "maybe")}, r"not among the choices \(yes\)"),
         ({"metric": "rougel"}, "metric is 'rougel'; did you mean 'rouge_l'"),
         ({"choices": ("no", "no")}, "two or more, all different"),
         ({"parts": {"trian": "x"}}, "parts names 'trian'; did you mean 'train'"),
         ({"sizes": {"validation": 4}}, "sizes.test must say how many"),
         ({"source": "nowhere"}, "nowhere has no train.jsonl"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"prompt": "{text"}, r"prompt is '\{text', which is no template"),
+        ({"prompt": "{text"}, r"prompt is '\{text', which is not a template"),
         ({"prompt": "{text:.1f}"}, r"the template '\{text:.1f\}' does not fit a row: .*'text': 'text "),
     ],
 )

@@ -140,7 +140,8 @@ def test_a_step_that_fails_to_be_recorded_runs_as_written(head, card, caplog) ->
 def test_a_compiled_model_trains_as_the_one_it_is_made_of(tmp_path, head, caplog, monkeypatch) -> None:
     """50 steps with dropout, each loss within rounding; compiled code lies in the cache for the next one."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
-    monkeypatch.setattr("torch._inductor.config.cpp.simdlen", 0)  # else it compiles programs to try vectors out
+    # Else a dozen programs are compiled to try vectors out.
+    monkeypatch.setattr("torch._inductor.cpu_vec_isa.valid_vec_isa_list", list)
     settings = replace(SETTINGS, steps=50, validations=1, keep="last")
     caplog.set_level(logging.INFO)
     plain = run(tmp_path / "plain", head, settings=settings)

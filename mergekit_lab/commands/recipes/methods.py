@@ -17,6 +17,7 @@ are the methods here of those names; nuslerp and multislerp of task vectors wher
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -99,11 +100,11 @@ _FLAGS = {
     *("normalize", "rescale", "filter_wise", "nuslerp_flatten", "nuslerp_row_wise", "normalize_weights"),
 }
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "density": (lambda value: 0 < value <= 1, "in (0, 1]"),
+    "density": (lambda value: 0 <= value <= 1, "in [0, 1]"),
     "gamma": (lambda value: 0 <= value < 1, "in [0, 1)"),
     "epsilon": (lambda value: 0 <= value < 1, "in [0, 1)"),
     "t": (lambda value: 0 <= value <= 1, "in [0, 1]"),
-    "select_topk": (lambda value: 0 < value <= 1, "in (0, 1]"),
+    "select_topk": (lambda value: 0 <= value <= 1, "in [0, 1]"),
     "max_iter": (lambda value: value >= 0 and value == int(value), "a whole number of at least 0"),
     "tol": (lambda value: value > 0, "positive"),
     "eps": (lambda value: value > 0, "positive"),
@@ -201,7 +202,7 @@ def make_method(
     weights, densities = tuple(float(w) for w in by_model["weight"]), by_model["density"]
     family, _, ending = merge_method.partition("_")
     elects = family == "ties" or ending == "ties" or merge_method == "della"
-    even = len(set(densities)) == 1
+    even = len(set(densities)) == 1 and densities[0] > 0
     thinned = _THINNED.get(family)
     if thinned == "magnitude" and even and not shared["rescale"]:
         density = min(1.0, max(float(densities[0]), (1 + 1e-9) / max(entries, 1)))
@@ -242,7 +243,9 @@ _OTHERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, list[Any]], bool], 
         steps=int(shared["max_iter"]), tolerance=float(shared["tol"])
     ),
     "model_stock": lambda shared, by_model, based: _MergekitStock(filter_wise=bool(shared["filter_wise"])),
-    "sce": lambda shared, by_model, based: SCE(density=float(shared["select_topk"]), preset="mergekit"),
+    "sce": lambda shared, by_model, based: SCE(
+        density=float(shared["select_topk"]) or sys.float_info.min, preset="mergekit"
+    ),
     "ram": lambda shared, by_model, based: RAM(epsilon=float(shared["epsilon"]), scope="tensor"),
     "ramplus_tl": lambda shared, by_model, based: RAM(
         epsilon=float(shared["epsilon"]),
@@ -294,7 +297,7 @@ class Thinned(SparsifiedMethod):
 
     Args:
         by: "magnitude", "chance", "middle" (Breadcrumbs) or "rank" (DELLA).
-        densities: one an expert, in (0, 1].
+        densities: one an expert, in [0, 1].
         gammas: "middle": the share dropped at the top.
         epsilons: "rank": half the window of probabilities.
         rescale: give every thinned tensor its old L1 norm; else nothing is rescaled.
@@ -311,15 +314,15 @@ class Thinned(SparsifiedMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         for density, epsilon in zip(self.densities, self.epsilons, strict=False):
-            if density < 1 and not (density - epsilon > 0 and density + epsilon < 1):
+            if 0 < density < 1 and not (density - epsilon > 0 and density + epsilon < 1):
                 raise InputError(f"density {density} ± epsilon {epsilon} of the recipe leaves (0, 1)")
 
     def sparsify(self, name: str, deltas: Tensor, site: Site) -> Tensor:
         rows = []
         for position, (expert, delta) in enumerate(zip(site.experts, deltas, strict=True)):
             density = self.densities[position]
-            if density == 1:
-                rows.append(delta)
+            if density in (0, 1):
+                rows.append(delta * density)
             else:
                 kept = self._draw_kept(position, delta, make_counters(self.seed, expert, site.segments))
                 rows.append(drop_and_rescale(delta, kept, 0.0, "l1" if self.rescale else "inverse"))

@@ -12,9 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from mergekit_lab.checkpoints import split_layer, stands_before_layers
+from mergekit_lab.checkpoints import count_layers, split_layer, stands_before_layers
 from mergekit_lab.commands.recipes.methods import (
     DEFAULTS,
     REQUIRED,
@@ -24,9 +22,7 @@ from mergekit_lab.commands.recipes.methods import (
     make_method,
 )
 from mergekit_lab.errors import InputError, abbreviate, join_names
-from mergekit_lab.ranges import require
-
-_MOST = torch.finfo(torch.float32).max
+from mergekit_lab.ranges import FLOAT32_MAX, require
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ class RecipeParameters:
     based: bool = True
 
     def make_method(self, entries: Mapping[str, int]) -> PerTensor:
-        layers = _count_layers(entries)
+        layers = count_layers(entries)
         by_tensor = {}
         for name, count in entries.items():
             shared, by_model = self._resolve(name, layers)
@@ -110,15 +106,6 @@ def _name_in(part: LayerSlice, model: str, name: str) -> str:
     return parsed.name_in_layer(parsed.layer - part.first + part.starts[model])
 
 
-def _count_layers(names: Any) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for name in names:
-        parsed = split_layer(name)
-        if parsed:
-            counts[parsed.stack] = max(counts.get(parsed.stack, 0), parsed.layer + 1)
-    return counts
-
-
 def _find_first(levels: Sequence[Mapping[str, Any]], key: str, name: str, t: float, default: Any) -> Any:
     for level in levels:
         if key in level:
@@ -141,10 +128,8 @@ def evaluate(setting: Any, name: str, t: float, key: str) -> Any:
         setting = [setting]
     if isinstance(setting, bool | int | float | str):
         return _number(setting, key)
-    if not isinstance(setting, list) or not setting:
-        raise InputError(
-            f"the recipe's {key} is {abbreviate(setting)}; it must be a number, a list of numbers, or filters"
-        )
+    rule = "a number, a list of numbers, or filters"
+    require(isinstance(setting, list) and bool(setting), f"the recipe's {key}", setting, rule)
     if all(isinstance(value, bool) for value in setting):
         return setting[int(t * (len(setting) - 1))]
     if all(isinstance(value, int | float | str) and not isinstance(value, bool) for value in setting):
@@ -174,5 +159,5 @@ def _number(value: bool | int | float | str, key: str) -> bool | int | float:
         number = value if isinstance(value, bool) else float(value)
     except (ValueError, OverflowError):
         number = math.nan
-    require(abs(number) <= _MOST, f"the recipe's {key}", value, "a finite number, in float32 too")
+    require(abs(number) <= FLOAT32_MAX, f"the recipe's {key}", value, "a finite number, in float32 too")
     return number

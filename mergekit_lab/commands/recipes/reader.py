@@ -27,6 +27,7 @@ from mergekit_lab.commands.recipes.methods import (
 from mergekit_lab.commands.recipes.parameters import LayerSlice, RecipeParameters
 from mergekit_lab.commands.recipes.recipe import Recipe
 from mergekit_lab.errors import InputError, abbreviate, join_names, suggest
+from mergekit_lab.ranges import require, require_whole
 from mergekit_lab.yaml_files import make_values, read_yaml_text
 
 _TOP = {
@@ -181,8 +182,7 @@ class _RecipeReader:
     def read_list(self, node: Mapping[str, Any], key: str) -> list[Any]:
         """The list under a key; nothing there is an empty one."""
         items = node.get(key) or []
-        if not isinstance(items, list):
-            raise InputError(f"{self.where}: {key} is {abbreviate(items)}; it must be a list")
+        require(isinstance(items, list), f"{self.where}: {key}", items, "a list")
         return items
 
     @cached_property
@@ -211,11 +211,9 @@ class _RecipeReader:
         return slices
 
     def read_layer_range(self, node: Mapping[str, Any]) -> tuple[int, int]:
-        given = node.get("layer_range")
-        if not isinstance(given, list) or len(given) != 2 or not all(str(n).isdecimal() for n in given):
-            raise InputError(
-                f"{self.where}: layer_range is {abbreviate(given)}; it must be two layers' numbers"
-            )
+        given: Any = node.get("layer_range")
+        right = isinstance(given, list) and len(given) == 2 and all(str(n).isdecimal() for n in given)
+        require(right, f"{self.where}: layer_range", given, "two layers' numbers")
         return int(given[0]), int(given[1])
 
     def read_source(self, node: Any, keys: set[str], layers: tuple[int, int] = (0, -1)) -> _Source:
@@ -416,18 +414,15 @@ class _RecipeReader:
             columns: what the base and each expert are in every slice.
         """
         multiple = self.tokenizer.get("pad_to_multiple_of") or 1
-        if type(multiple) is not int or multiple < 1:
-            raise InputError(
-                f"{self.where}: pad_to_multiple_of is {abbreviate(multiple)}; it must be a positive integer"
-            )
+        require_whole(f"{self.where}: pad_to_multiple_of", multiple, 1)
         positions: dict[str, int] = {}
         for position, column in enumerate(columns):
             names = {source.name if source else None for source in column}
             if len(names) == 1:
                 positions.setdefault(names.pop() or "", position)
         tokens = self.tokenizer.get("tokens") or {}
-        if not isinstance(tokens, Mapping) or not all(isinstance(t, str) and t for t in tokens):
-            raise InputError(f"{self.where}: tokens is {abbreviate(tokens)}; it must have tokens for keys")
+        right = isinstance(tokens, Mapping) and all(isinstance(t, str) and t for t in tokens)
+        require(right, f"{self.where}: tokens", tokens, "a mapping with tokens for keys")
         return TokenPlan(
             {token: self.read_token(token, node, positions) for token, node in tokens.items()},
             multiple,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Gt, Le, MinLen
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.ranges import require
-from mergekit_lab.runs.analyses.contract import Data, Drawing, compute_each, without
-from mergekit_lab.runs.analyses.sweeps import Sweep, draw_best, merge_keys
+from mergekit_lab.reporting.figures import Lines
+from mergekit_lab.runs.analyses.contract import Count, Data, Drawing, compute_each, without
+from mergekit_lab.runs.analyses.sweeps import Sweep, draw_best, merge_keys, score_experts
 from mergekit_lab.runs.curvature import side_node, stage_curvature
 from mergekit_lab.runs.finetune import expert_node, stage_finetune
 from mergekit_lab.runs.run import Run
@@ -29,20 +31,25 @@ class FisherFraction(Sweep):
         batch: of samples; null: a share is any number of them.
     """
 
-    fractions: tuple[float, ...] = (0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
-    batch: int | None = 64
-    coefficients: tuple[float, ...] = (1.0,)
+    fractions: Annotated[tuple[Annotated[float, Gt(0), Le(1)], ...], MinLen(1)] = (
+        0.005,
+        0.01,
+        0.05,
+        0.1,
+        0.25,
+        0.5,
+        1.0,
+    )
+    batch: Count | None = 64
+    coefficients: Annotated[tuple[float, ...], MinLen(1)] = (1.0,)
     part: Part = "test"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.part == "test" and len(self.coefficients) > 1:
             raise InputError(
-                "analysis.coefficients has several, and analysis.part=test: no coefficient may be chosen on "
-                "test; set one coefficient, or part=validation"
+                "analysis.part=test takes one coefficient, because none may be chosen on test data: set one "
+                "in analysis.coefficients, or analysis.part=validation"
             )
-        fit = len(self.fractions) > 0 and all(0 < f <= 1 for f in self.fractions)
-        require(fit, "analysis.fractions", self.fractions, "shares in (0, 1]")
 
     def _list_labels(self, run: Run) -> list[str]:
         labels = [label for label, m in run.mergers.items() if "fisher" in m.method.side_inputs]
@@ -59,7 +66,7 @@ class FisherFraction(Sweep):
         return self.shared_content(run, "fisher_fraction") | {"merges": merges}
 
     def compute(self, run: Run, resume: Path) -> Data:
-        own = self.own(run)
+        own = score_experts(run, self.part, self.samples)
 
         def compute(cell: tuple[str, float]) -> Data:
             label, fraction = cell
@@ -93,12 +100,7 @@ class FinetuningSteps(Sweep):
         shares: of `training.steps`, each positive; more than 1 trains longer.
     """
 
-    shares: tuple[float, ...] = (0.25, 0.5, 1.0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        fit = len(self.shares) > 0 and all(share > 0 for share in self.shares)
-        require(fit, "analysis.shares", self.shares, "positive shares of training.steps")
+    shares: Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(1)] = (0.25, 0.5, 1.0)
 
     def _vary(self, run: Run, share: float) -> Run:
         training = run.training
@@ -122,7 +124,7 @@ class FinetuningSteps(Sweep):
             with closing(self._vary(run, share)) as variant:
                 stage_finetune(variant)
                 stage_curvature(variant)
-                own = self.own(variant)
+                own = score_experts(variant, self.part, self.samples)
                 merged = {label: self.find_best(variant, m.method, own) for label, m in variant.mergers.items()}
                 return {"steps": variant.training.steps, "experts": own, "mergers": merged}
 
@@ -130,8 +132,6 @@ class FinetuningSteps(Sweep):
         return {"points": list(points.values())}
 
     def draw(self, data: Data) -> Drawing:
-        from mergekit_lab.reporting.figures import Lines
-
         points = data["points"]
         steps = [point["steps"] for point in points]
         mean = [100 * sum(p["experts"].values()) / len(p["experts"]) for p in points]

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
 from mergekit_lab.analysis.plane import Weights
 from mergekit_lab.errors import InputError
 from mergekit_lab.runs.analyses.contract import (
     Analysis,
+    Count,
     Data,
     Drawing,
     compute_each,
@@ -42,16 +44,14 @@ class ExpertCloud(Analysis):
         samples: of each task, at most.
     """
 
-    points: int = 15
-    margin: float = 0.25
+    points: Annotated[int, Ge(2)] = 15
+    margin: Annotated[float, Ge(0)] = 0.25
     part: Part = "validation"
-    samples: int | None = 1000
+    samples: Count | None = 1000
 
     def content(self, run: Run) -> dict[str, Any]:
         if len(run.tasks) < 3:
-            raise InputError("a plane through the cloud of experts needs three of them")
-        if self.points < 2 or self.margin < 0:
-            raise InputError("the plane needs two points an axis or more, and a margin of at least 0")
+            raise InputError("analysis=cloud needs at least three experts")
         return {
             "analysis": "cloud",
             "points": self.points,

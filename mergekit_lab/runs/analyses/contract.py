@@ -6,30 +6,28 @@ An analysis is a frozen dataclass: its fields are its settings. `content` names 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Annotated, Any
 
 import torch
-from rich.progress import track
+from annotated_types import Ge
 from torch import Tensor
 
 from mergekit_lab.analysis.plane import Sample
 from mergekit_lab.errors import InputError, join_names, suggest
-from mergekit_lab.ranges import require, require_whole
+from mergekit_lab.kept_results import Cell, keep_results
+from mergekit_lab.reporting.figures import Panel, Plane
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.run import Run, load_state
 from mergekit_lab.tasks import Part
 
-if TYPE_CHECKING:
-    from mergekit_lab.reporting.figures import Panel, Plane
-
 Data = dict[str, Any]
-Cell = TypeVar("Cell")
+Count = Annotated[int, Ge(1)]
+"""A setting that is a whole number of at least 1."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +40,7 @@ class Drawing:
 
 
 class Analysis:
-    """Base of all analyses."""
-
-    def __post_init__(self) -> None:
-        """Check what many have; a subclass that checks more calls this first."""
-        samples = getattr(self, "samples", None)
-        if samples is not None:
-            require_whole("analysis.samples", samples, 1)
+    """Base of all analyses. The types of the fields say which values a configuration may give."""
 
     def content(self, run: Run) -> dict[str, Any]:
         """Everything that decides the numbers, and nothing else."""
@@ -115,32 +107,24 @@ def check_tasks(run: Run, names: Iterable[str], what: str) -> None:
     """Refuse a name that is no task of the run."""
     for name in names:
         if name not in run.tasks:
-            raise InputError(f"{what} names {name!r}, which is no task{suggest(name, run.tasks)}")
+            raise InputError(f"{what} names {name!r}, which is not a task{suggest(name, run.tasks)}")
 
 
-def choose_pairs(run: Run, pairs: list[list[str]] | None) -> list[tuple[str, str]]:
-    """The pairs that were asked for, by default the first two tasks.
+def choose_pairs(run: Run, pairs: list[list[str]] | None, *, default: int | None) -> list[tuple[str, str]]:
+    """The pairs that were asked for, by default the first `default` of all; None: all.
 
     Raises:
-        InputError: no pair, a task that the run does not have, or what is no list of lists of two tasks.
+        InputError: a task that the run does not have, what is no pair, or a run of one task.
     """
-    if pairs is not None:
-        shaped = len(pairs) > 0 and all(isinstance(pair, list | tuple) for pair in pairs)
-        rule = "a list of pairs, each a list of two tasks: [[a,b],…]; or null"
-        require(shaped, "analysis.pairs", pairs, rule)
-    given = [tuple(run.tasks)[:2]] if pairs is None else [tuple(pair) for pair in pairs]
+    if len(run.tasks) < 2:
+        raise InputError("an analysis of pairs needs two tasks")
     chosen = []
-    for pair in given:
+    for pair in list(combinations(run.tasks, 2))[:default] if pairs is None else pairs:
         check_tasks(run, pair, "analysis.pairs")
         if len(pair) != 2 or pair[0] == pair[1]:
             raise InputError(f"analysis.pairs has {list(pair)}; a pair is two different tasks")
         chosen.append((pair[0], pair[1]))
     return chosen
-
-
-def list_pairs(names: Iterable[str]) -> list[tuple[str, str]]:
-    """All pairs of different names, in their order."""
-    return list(combinations(names, 2))
 
 
 def make_grid(low: float, high: float, points: int) -> list[float]:
@@ -149,9 +133,9 @@ def make_grid(low: float, high: float, points: int) -> list[float]:
     Raises:
         InputError: fewer than two, or a range that is empty or not finite.
     """
-    if not isinstance(points, int) or points < 2 or not (low < high and math.isfinite(high - low)):
+    if points < 2 or not (low < high and math.isfinite(high - low)):
         raise InputError(
-            f"a grid from {low} to {high} with {points} points: it needs low < high, and two or more"
+            f"a grid from {low} to {high} with {points} points: it needs low < high, and two points or more"
         )
     return [low + (high - low) * i / (points - 1) for i in range(points)]
 
@@ -187,33 +171,11 @@ def make_plane_panel(
     title: str, values: Sequence[Sequence[float]], points: Mapping[str, tuple[float, float]] | None = None
 ) -> Plane:
     """A panel over two coefficients, whose title counts the cells that are not finite."""
-    from mergekit_lab.reporting.figures import Plane
-
     cells = [value for row in values for value in row]
     lost = sum(not math.isfinite(value) for value in cells)
     if lost:
         title = f"{title} ({lost} of {len(cells)} not finite)"
     return Plane(title, values, points or {})
-
-
-def without_nan(data: Any) -> Any:
-    """As JSON can hold it: None in place of every NaN and infinity."""
-    return _replace(
-        data, lambda value: None if isinstance(value, float) and not math.isfinite(value) else value
-    )
-
-
-def with_nan(data: Any) -> Any:
-    """As it is computed with and drawn: NaN in place of every None."""
-    return _replace(data, lambda value: math.nan if value is None else value)
-
-
-def _replace(data: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(data, Mapping):
-        return {name: _replace(value, change) for name, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_replace(value, change) for value in data]
-    return change(data)
 
 
 def compute_each(
@@ -227,34 +189,5 @@ def compute_each(
         file: one that stays when the process is cut.
         title: of the progress bar.
     """
-    done = {_as_cell(cell): value for cell, value in _read_lines(file)}
-    results = {}
-    for cell in track(list(cells), title, disable=not run.cfg.progress, transient=True):
-        if cell not in done:
-            done[cell] = compute(cell)
-            with file.open("a") as stream:
-                stream.write(_line([cell, done[cell]]))
-        results[cell] = done[cell]
-    return results
-
-
-def _as_cell(value: Any) -> Any:
-    return tuple(map(_as_cell, value)) if isinstance(value, list) else value
-
-
-def _read_lines(file: Path) -> list[Any]:
-    """The lines of an earlier try; one that was cut is left out, here and in the file."""
-    if not file.exists():
-        return []
-    lines = []
-    for line in file.read_text().splitlines():
-        try:
-            lines.append(with_nan(json.loads(line)))
-        except ValueError:
-            break
-    file.write_text("".join(map(_line, lines)))
-    return lines
-
-
-def _line(item: Any) -> str:
-    return json.dumps(without_nan(item), allow_nan=False) + "\n"
+    recall = keep_results(compute, file)
+    return {cell: recall(cell) for cell in run.track(list(cells), title)}

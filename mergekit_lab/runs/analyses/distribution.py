@@ -6,13 +6,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
 from mergekit_lab.optim import fit_offset
-from mergekit_lab.ranges import require, require_whole
+from mergekit_lab.reporting.figures import Lines
 from mergekit_lab.runs.analyses.contract import (
     Analysis,
     Data,
@@ -39,13 +40,8 @@ class EntryDistribution(Analysis):
         share: of the entries, the smallest ones, that the histogram reaches, in (0, 1].
     """
 
-    bins: int = 101
-    share: float = 0.99
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_whole("analysis.bins", self.bins, 2)
-        require(0 < self.share <= 1, "analysis.share", self.share, "in (0, 1]")
+    bins: Annotated[int, Ge(2)] = 101
+    share: Annotated[float, Gt(0), Le(1)] = 0.99
 
     def content(self, run: Run) -> dict[str, Any]:
         return {
@@ -82,8 +78,6 @@ class EntryDistribution(Analysis):
         }
 
     def draw(self, data: Data) -> Drawing:
-        from mergekit_lab.reporting.figures import Lines
-
         panels: list[Any] = []
         for label, entry in sorted(data.items(), key=lambda item: item[0] != SUM):
             x, fits = entry["bins"], entry["fits"]

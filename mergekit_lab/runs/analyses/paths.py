@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt, MinLen
 
 from mergekit_lab.analysis.plane import Weights, evaluate_line, measure_barrier
 from mergekit_lab.batches import to_device
 from mergekit_lab.curvature import Hessian, top_eigenvalues, trace
 from mergekit_lab.errors import InputError
-from mergekit_lab.ranges import require
+from mergekit_lab.reporting.figures import Lines
+from mergekit_lab.reporting.names import display_name
 from mergekit_lab.runs.analyses.contract import (
     Analysis,
+    Count,
     Data,
     Drawing,
     check_tasks,
     choose_pairs,
     compute_each,
     experts_content,
-    list_pairs,
     make_grid,
     normalize_mean,
     part_content,
@@ -29,7 +32,7 @@ from mergekit_lab.runs.analyses.contract import (
     take_samples_of,
     without,
 )
-from mergekit_lab.runs.analyses.sweeps import list_scaled_mergers, merge_keys
+from mergekit_lab.runs.analyses.sweeps import list_scaled_mergers, merge_keys, score_experts
 from mergekit_lab.runs.combine import merge_experts
 from mergekit_lab.runs.merge import merged_node
 from mergekit_lab.runs.run import Run, load_state
@@ -50,7 +53,7 @@ class AlphaSweep(Analysis):
     high: float = 2.0
     points: int = 21
     part: Part = "validation"
-    samples: int | None = None
+    samples: Count | None = None
 
     def content(self, run: Run) -> dict[str, Any]:
         swept = list_scaled_mergers(run)
@@ -67,11 +70,7 @@ class AlphaSweep(Analysis):
         alphas = make_grid(self.low, self.high, self.points)
         chosen = take_samples_of(run, self.part, self.samples)
         size = run.cfg.evaluation_batch_size
-        weights = Weights(run.model, run.base_state, read_states(run, run.tasks))
-        own = {
-            task: evaluate_line(run.model, weights, task, [1.0], {task: chosen[task]}, size)[task]["value"][0]
-            for task in run.tasks
-        }
+        own = score_experts(run, self.part, self.samples)
 
         def compute(label: str) -> Any:
             unit = merge_experts(run, run.mergers[label].method.at(1.0))
@@ -82,9 +81,6 @@ class AlphaSweep(Analysis):
         return {"alphas": alphas, "experts": own, "mergers": swept}
 
     def draw(self, data: Data) -> Drawing:
-        from mergekit_lab.reporting.figures import Lines
-        from mergekit_lab.reporting.names import display_name
-
         alphas = data["alphas"]
         curves: dict[str, Any] = {}
         left_out: list[str] = []
@@ -115,7 +111,7 @@ class LossBarrier(Analysis):
     merger: str | None = None
     points: int = 11
     part: Part = "validation"
-    samples: int | None = None
+    samples: Count | None = None
 
     def _label(self, run: Run) -> str:
         if not run.mergers:
@@ -148,9 +144,6 @@ class LossBarrier(Analysis):
         return {"merger": label, "shares": shares, "tasks": tasks}
 
     def draw(self, data: Data) -> Drawing:
-        from mergekit_lab.reporting.figures import Lines
-        from mergekit_lab.reporting.names import display_name
-
         curves = {
             f"{task}, barrier {entry['barrier']:.3f}": (data["shares"], entry["loss"])
             for task, entry in data["tasks"].items()
@@ -173,17 +166,12 @@ class HessianPath(Analysis):
         products: of the trace's estimate; 0 leaves it out.
     """
 
-    tasks: list[str] | None = None
+    tasks: Annotated[list[str], MinLen(1)] | None = None
     points: int = 5
-    samples: int = 256
-    iterations: int = 30
-    tolerance: float = 0.01
-    products: int = 30
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        chosen = self.tasks is None or (isinstance(self.tasks, list | tuple) and len(self.tasks) > 0)
-        require(chosen, "analysis.tasks", self.tasks, "a list of at least one task, or null")
+    samples: Count = 256
+    iterations: Count = 30
+    tolerance: Annotated[float, Gt(0)] = 0.01
+    products: Annotated[int, Ge(0)] = 30
 
     def _list_tasks(self, run: Run) -> list[str]:
         names = list(run.tasks) if self.tasks is None else self.tasks
@@ -238,8 +226,6 @@ class HessianPath(Analysis):
         return point
 
     def draw(self, data: Data) -> Drawing:
-        from mergekit_lab.reporting.figures import Lines
-
         panels: list[Any] = []
         for measure, name in (("eigenvalue", "largest eigenvalue"), ("trace", "trace (Hutch++)")):
             curves: dict[str, tuple[list[float], list[float]]] = {}
@@ -276,21 +262,15 @@ class JointTaskLinearity(Analysis):
         samples: of each task, at most.
     """
 
-    pairs: list[list[str]] | None = None
+    pairs: Annotated[list[list[str]], MinLen(1)] | None = None
     points: int = 11
     part: Part = "validation"
-    samples: int | None = None
-
-    def _list_pairs(self, run: Run) -> list[tuple[str, str]]:
-        pairs = list_pairs(run.tasks) if self.pairs is None else choose_pairs(run, self.pairs)
-        if not pairs:
-            raise InputError("joint-task linearity needs two tasks")
-        return pairs
+    samples: Count | None = None
 
     def content(self, run: Run) -> dict[str, Any]:
         return {
             "analysis": "jtl",
-            "pairs": self._list_pairs(run),
+            "pairs": choose_pairs(run, self.pairs, default=None),
             "alphas": make_grid(0.0, 1.0, self.points),
             **part_content(run, self.part, self.samples),
             **experts_content(run, run.tasks),
@@ -310,12 +290,11 @@ class JointTaskLinearity(Analysis):
             above = [loss - flat for loss, flat in zip(losses, straight, strict=True)]
             return {"pair": list(pair), "loss": losses, "delta": above}
 
-        pairs = compute_each(run, self._list_pairs(run), compute, resume / "cells.jsonl", "between experts")
+        chosen_pairs = choose_pairs(run, self.pairs, default=None)
+        pairs = compute_each(run, chosen_pairs, compute, resume / "cells.jsonl", "between experts")
         return {"alphas": alphas, "pairs": list(pairs.values())}
 
     def draw(self, data: Data) -> Drawing:
-        from mergekit_lab.reporting.figures import Lines
-
         def curves(of: str) -> dict[str, Any]:
             return {" → ".join(reversed(e["pair"])): (data["alphas"], e[of]) for e in data["pairs"]}
 

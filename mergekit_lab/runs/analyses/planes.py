@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import MinLen
 
 from mergekit_lab.analysis.plane import Row, Weights, evaluate_plane
-from mergekit_lab.ranges import require, require_choice
+from mergekit_lab.ranges import require
 from mergekit_lab.runs.analyses.contract import (
     Analysis,
+    Count,
     Data,
     Drawing,
     choose_pairs,
@@ -43,26 +45,23 @@ class _OnPlane(Analysis):
         box: where coefficients are searched, `[low, high]`, drawn in red; null draws none.
     """
 
-    pairs: list[list[str]] | None = None
+    pairs: Annotated[list[list[str]], MinLen(1)] | None = None
     low: float = -0.5
     high: float = 1.5
     points: int = 21
     others: float = 0.0
-    tasks: str = "pair"
+    tasks: Literal["pair", "all"] = "pair"
     part: Part = "validation"
-    samples: int | None = 2000
+    samples: Count | None = 2000
     box: list[float] | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        require_choice("analysis.tasks", self.tasks, ("pair", "all"))
         if self.box is not None:
-            fit = len(self.box) == 2 and all(isinstance(end, int | float) for end in self.box)
-            fit = fit and self.box[0] < self.box[1] and all(map(math.isfinite, self.box))
+            fit = len(self.box) == 2 and self.box[0] < self.box[1]
             require(fit, "analysis.box", self.box, "[low, high] with numbers low < high, or null")
 
     def content(self, run: Run) -> dict[str, Any]:
-        pairs = choose_pairs(run, self.pairs)
+        pairs = choose_pairs(run, self.pairs, default=1)
         used = dict.fromkeys(task for pair in pairs for task in pair)
         everything = self.tasks == "all" or self.others != 0
         names = list(run.tasks) if everything else list(used)

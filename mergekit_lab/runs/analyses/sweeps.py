@@ -7,16 +7,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import stdev
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, MinLen
 
 from mergekit_lab.analysis.plane import Weights, evaluate_line
 from mergekit_lab.errors import InputError, suggest
 from mergekit_lab.merging import EpiMer, Method
-from mergekit_lab.ranges import require, require_whole
+from mergekit_lab.reporting.figures import Lines
 from mergekit_lab.runs.analyses.contract import (
     Analysis,
+    Count,
     Data,
     Drawing,
     compute_each,
@@ -47,14 +49,9 @@ class Sweep(Analysis):
         samples: of each task, at most.
     """
 
-    coefficients: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 2.0)
+    coefficients: Annotated[tuple[float, ...], MinLen(1)] = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 2.0)
     part: Part = "validation"
-    samples: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        fit = len(self.coefficients) > 0 and all(map(math.isfinite, self.coefficients))
-        require(fit, "analysis.coefficients", self.coefficients, "finite numbers, at least one")
+    samples: Count | None = None
 
     def shared_content(self, run: Run, name: str) -> dict[str, Any]:
         """Settings that decide numbers, besides what is merged."""
@@ -68,16 +65,6 @@ class Sweep(Analysis):
         if not mergers:
             raise InputError(f"no merger of this run can be swept by {type(self).__name__}: set merger=tsvm")
         return self.shared_content(run, type(self).__name__) | {"mergers": merge_keys(run, mergers)}
-
-    def own(self, run: Run) -> dict[str, float]:
-        """Every expert's value on its own task."""
-        weights = Weights(run.model, run.base_state, read_states(run, run.tasks))
-        size = run.cfg.evaluation_batch_size
-        chosen = take_samples_of(run, self.part, self.samples)
-        return {
-            task: evaluate_line(run.model, weights, task, [1.0], {task: chosen[task]}, size)[task]["value"][0]
-            for task in run.tasks
-        }
 
     def find_best(
         self,
@@ -115,6 +102,17 @@ class Sweep(Analysis):
         }
 
 
+def score_experts(run: Run, part: Part, samples: int | None) -> dict[str, float]:
+    """Every expert's value on its own task."""
+    weights = Weights(run.model, run.base_state, read_states(run, run.tasks))
+    size = run.cfg.evaluation_batch_size
+    chosen = take_samples_of(run, part, samples)
+    return {
+        task: evaluate_line(run.model, weights, task, [1.0], {task: chosen[task]}, size)[task]["value"][0]
+        for task in run.tasks
+    }
+
+
 def merge_keys(run: Run, labels: Iterable[str]) -> dict[str, str]:
     """What names the merges of the run's experts by these mergers, whatever their coefficients."""
     return {label: make_key(merge_content(run, run.mergers[label])) for label in labels}
@@ -133,13 +131,7 @@ class RankSweep(Sweep):
         ranks: `k`, each at least 1; more than `int(r/T)` of a matrix's `r` keeps so many.
     """
 
-    ranks: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(len(self.ranks) > 0, "analysis.ranks", self.ranks, "at least one rank")
-        for rank in self.ranks:
-            require_whole("analysis.ranks", rank, 1)
+    ranks: Annotated[tuple[Count, ...], MinLen(1)] = (1, 2, 4, 8, 16, 32)
 
     def _list_mergers(self, run: Run) -> dict[str, Merger]:
         return {label: m for label, m in run.mergers.items() if hasattr(m.method, "rank")}
@@ -148,7 +140,7 @@ class RankSweep(Sweep):
         return self._content(run, self._list_mergers(run)) | {"ranks": list(self.ranks)}
 
     def compute(self, run: Run, resume: Path) -> Data:
-        own = self.own(run)
+        own = score_experts(run, self.part, self.samples)
 
         def compute(cell: tuple[str, int]) -> Data:
             label, rank = cell
@@ -174,11 +166,7 @@ class ExpertCount(Sweep):
         groups: of each number, drawn from the run's seed; 0 takes the first tasks in their order alone.
     """
 
-    groups: int = 3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_whole("analysis.groups", self.groups, 0)
+    groups: Annotated[int, Ge(0)] = 3
 
     def content(self, run: Run) -> dict[str, Any]:
         content = self._content(run, list_scaled_mergers(run))
@@ -201,7 +189,7 @@ class ExpertCount(Sweep):
         return groups
 
     def compute(self, run: Run, resume: Path) -> Data:
-        own = self.own(run)
+        own = score_experts(run, self.part, self.samples)
 
         def compute(cell: tuple[str, tuple[str, ...]]) -> Data:
             label, group = cell
@@ -222,8 +210,6 @@ def draw_best(
     title: str, x: str, key: str, points: list[dict[str, Any]], part: str, *, logarithmic: bool = False
 ) -> Drawing:
     """Normalized value and coefficient of every merger over `point[key]`, mean and deviation of points."""
-    from mergekit_lab.reporting.figures import Lines
-
     values: dict[str, dict[int, list[dict[str, float]]]] = {}
     for point in points:
         values.setdefault(point["merger"], {}).setdefault(point[key], []).append(point)
@@ -293,7 +279,7 @@ class CurvatureGain(Analysis):
     merger: str | None = None
     coefficient: float = 1.0
     part: Part = "validation"
-    samples: int | None = None
+    samples: Count | None = None
 
     def _find_merger(self, run: Run) -> Merger:
         known = {label: m for label, m in run.mergers.items() if isinstance(m.method, EpiMer)}
@@ -302,7 +288,7 @@ class CurvatureGain(Analysis):
         label = self.merger or next(iter(known))
         if label not in known:
             near = suggest(label, known)
-            raise InputError(f"analysis.merger is {label!r}, which is no EpiMer of this run{near}")
+            raise InputError(f"analysis.merger is {label!r}, which is not an EpiMer of this run{near}")
         return known[label]
 
     def content(self, run: Run) -> dict[str, Any]:
@@ -335,8 +321,6 @@ class CurvatureGain(Analysis):
         return {"matrices": list(gains), "eta": list(gains.values()), "losses": losses}
 
     def draw(self, data: Data) -> Drawing:
-        from mergekit_lab.reporting.figures import Lines
-
         depth = list(range(1, len(data["eta"]) + 1))
         tasks = list(data["losses"]["flat"])
         positions = list(range(len(tasks)))

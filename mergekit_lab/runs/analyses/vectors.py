@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import MinLen
 from torch import Tensor
 
 from mergekit_lab.analysis import Interference, measure_layers
 from mergekit_lab.analysis.interference import sums_to_json
 from mergekit_lab.analysis.plane import Weights, cross_task_linearity, find_blocks
-from mergekit_lab.errors import InputError
 from mergekit_lab.merging import TaskArithmetic
 from mergekit_lab.merging.inputs import open_inputs
 from mergekit_lab.optim import fit_offset
-from mergekit_lab.ranges import require_whole
+from mergekit_lab.reporting.figures import Lines, Matrix
 from mergekit_lab.runs.analyses.contract import (
     Analysis,
+    Count,
     Data,
     Drawing,
     choose_pairs,
     compute_each,
     experts_content,
-    list_pairs,
     part_content,
     read_states,
     subtract,
@@ -47,13 +47,8 @@ class TaskVectors(Analysis):
         values: singular values of a matrix that are kept for the figure, at most.
     """
 
-    rank: int = 16
-    values: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_whole("analysis.rank", self.rank, 1)
-        require_whole("analysis.values", self.values, 1)
+    rank: Count = 16
+    values: Count = 64
 
     def content(self, run: Run) -> dict[str, Any]:
         return {
@@ -107,8 +102,6 @@ class TaskVectors(Analysis):
         return torch.stack([row / row[0].clamp_min(1e-30) for row in rows]).mean(dim=0).tolist()
 
     def draw(self, data: Data) -> Drawing:
-        from mergekit_lab.reporting.figures import Lines, Matrix
-
         names, overall = data["experts"], data["overall"]
         matrices = [layer for layer in data["layers"] if "overlap" in layer]
         panels: list[Any] = [
@@ -156,19 +149,13 @@ class CrossTaskLinearity(Analysis):
         samples: of each task.
     """
 
-    pairs: list[list[str]] | None = None
+    pairs: Annotated[list[list[str]], MinLen(1)] | None = None
     coefficient: float = 0.3
     part: Part = "validation"
-    samples: int | None = 256
-
-    def _list_pairs(self, run: Run) -> list[tuple[str, str]]:
-        pairs = list_pairs(run.tasks) if self.pairs is None else choose_pairs(run, self.pairs)
-        if not pairs:
-            raise InputError("cross-task linearity needs two tasks")
-        return pairs
+    samples: Count | None = 256
 
     def content(self, run: Run) -> dict[str, Any]:
-        pairs = self._list_pairs(run)
+        pairs = choose_pairs(run, self.pairs, default=None)
         names = list(dict.fromkeys(task for pair in pairs for task in pair))
         return {
             "analysis": "ctl",
@@ -180,7 +167,7 @@ class CrossTaskLinearity(Analysis):
         }
 
     def compute(self, run: Run, resume: Path) -> Data:
-        pairs = self._list_pairs(run)
+        pairs = choose_pairs(run, self.pairs, default=None)
         names = list(dict.fromkeys(task for pair in pairs for task in pair))
         weights = Weights(run.model, run.base_state, read_states(run, names))
         blocks = find_blocks(run.model)
@@ -195,8 +182,6 @@ class CrossTaskLinearity(Analysis):
         return {"blocks": list(blocks), "pairs": list(results.values())}
 
     def draw(self, data: Data) -> Drawing:
-        from mergekit_lab.reporting.figures import Lines
-
         depth = list(range(1, len(data["blocks"]) + 1))
         curves = {" + ".join(entry["pair"]): (depth, entry["values"]) for entry in data["pairs"]}
         panel = Lines("by block", "block", "E[1 − cos]", curves)

@@ -167,8 +167,8 @@ def test_a_method_whose_weights_cannot_be_searched_is_refused_by_name(name, sett
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"method": "cma_es", "patience": 3}, "search.patience is nothing that search.method=cma_es reads"),
-        ({"coefficients": [1.0], "trials": 3}, "search.trials is nothing that search.method=grid reads"),
+        ({"method": "cma_es", "patience": 3}, "does not use search.patience"),
+        ({"coefficients": [1.0], "trials": 3}, "does not use search.trials"),
         ({"method": "cma_es", "high": -1.0}, r"search.low is 0.0; it must be below search.high, -1.0"),
         ({"method": "halving"}, "search.method=halving needs search.coefficients"),
     ],

@@ -9,14 +9,16 @@ from sysconfig import get_path
 import pytest
 from composing import TINY
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
+ONE_TASK = [*(each for each in TINY if "latin" not in each), "~suite.tasks.latin"]
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
-    build = ["pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(out), str(ROOT)]
-    subprocess.run([sys.executable, "-m", *build], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)], cwd=ROOT, check=True
+    )
     return next(out.glob("*.whl"))
 
 
@@ -42,14 +44,9 @@ def test_an_installed_wheel_runs_from_another_folder(wheel: Path, tmp_path: Path
     """A fresh environment that sees this one's packages, but not its editable install."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     python = tmp_path / "env/bin/python"
-    subprocess.run(
-        [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-compile", wheel],
-        check=True,
-    )
-    site = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True
-    ).stdout.strip()
-    (Path(site) / "borrowed.pth").write_text(get_path("purelib") + "\n")
+    site = next((tmp_path / "env/lib").glob("python*/site-packages"))
+    zipfile.ZipFile(wheel).extractall(site)  # all that installing one without scripts is
+    (site / "borrowed.pth").write_text(get_path("purelib") + "\n")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "conf").mkdir()  # a folder of that name in the working directory must not be read
@@ -62,7 +59,7 @@ def test_an_installed_wheel_runs_from_another_folder(wheel: Path, tmp_path: Path
 
     done = subprocess.run(
         [
-            *(python, "-m", "mergekit_lab", *TINY, "merger=average", "joint=false"),
+            *(python, "-m", "mergekit_lab", *ONE_TASK, "merger=average", "joint=false"),
             *("store.root=store", "run_dir=run"),
         ],
         capture_output=True, text=True, cwd=elsewhere,

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import torch
 from composing import composed
 from hub_repos import pictures, write_parquet, write_repository
 from huggingface_hub import try_to_load_from_cache
+from programs import start_program
 from safetensors.torch import load_file, save_file
 
 import mergekit_lab.backbones.open_clip as room
@@ -334,13 +333,15 @@ def test_what_is_fetched_runs_elsewhere_without_a_network(data, tmp_path, monkey
 
 def without_a_network(experiment: str, tmp_path: Path) -> str:
     """What a command says that must fail."""
-    done = subprocess.run(
-        [sys.executable, "-m", "mergekit_lab", f"+experiment={experiment}", f"run_dir={tmp_path}/run"],
-        cwd=find_conf_dir().parent,
-        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    lines = f"""
+import runpy, sys
+from huggingface_hub import constants
+constants.HF_HUB_OFFLINE, constants.HF_HUB_CACHE = True, {f"{tmp_path}/hub"!r}
+sys.argv = ["mergekit_lab", "+experiment={experiment}", "run_dir={tmp_path}/run"]
+runpy.run_module("mergekit_lab", run_name="__main__", alter_sys=True)
+"""
+    there = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = start_program(find_conf_dir().parent, code=lines, environment=there).wait()
     assert done.returncode == 1
     return done.stderr
 

@@ -88,9 +88,9 @@ def test_a_folder_of_it_has_the_same_names_logits_tokens_and_template(file, tmp_
     said = [[{"role": "user", "content": "hi"}]]
     shown = [t.apply_chat_template(*said, tokenize=False, add_generation_prompt=True) for t in (ours, theirs)]
     assert shown == ["<|user|>hi<|end|><|says|>"] * 2
-    with pytest.raises(InputError, match="is there already"):
+    with pytest.raises(InputError, match="already exists"):
         write_folder(str(file), tmp_path / "out")
-    with pytest.raises(InputError, match="already a folder of transformers"):
+    with pytest.raises(InputError, match="use it directly"):
         write_folder(str(tmp_path / "out"), tmp_path / "other")
 
 

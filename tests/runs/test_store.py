@@ -174,7 +174,7 @@ def test_a_list_holds_nothing_that_a_terminal_would_obey(folder, caplog) -> None
 @pytest.mark.parametrize(
     ("overrides", "match"),
     [
-        (["store.action=export", "store.path=OUT"], "names 0 artifacts"),
+        (["store.action=export", "store.path=OUT"], "fits 0 artifacts"),
         (["store.action=export", "store.key=zz", "store.path=OUT"], "nothing in the store .* begins with 'zz'"),
         (["store.action=export", "store.key=KEY"], "needs store.path"),
         (["store.action=export", "store.key=KEY", "store.path=FULL"], "is not an empty folder"),

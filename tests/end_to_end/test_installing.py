@@ -12,7 +12,7 @@ import torch
 from packaging.requirements import Requirement
 from safetensors.torch import load_file, save_file
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/installing.md").read_text()
 
 MERGE = """

@@ -215,7 +215,7 @@ def test_weights_must_fit_the_experts() -> None:
     refuse("weights is 'one'; it must be a list", method=WeightAverage(weights="one"))
     refuse("weights hold 'a'; each must be a number", method=WeightAverage(weights=["a"]))
     refuse("weights hold 'a'; each must be a number", method=WeightAverage(weights=[{"w": "a"}]))
-    refuse("'svnh', which is no expert; did you mean 'svhn'", method=WeightAverage(weights={"svnh": 1}))
+    refuse("'svnh', which is not an expert; did you mean 'svhn'", method=WeightAverage(weights={"svnh": 1}))
     refuse(
         "lack a number for dtd", experts={"svhn": state(), "dtd": state()}, method=TIES(weights={"svhn": 1.0})
     )
@@ -232,7 +232,7 @@ def test_weights_name_experts_by_number() -> None:
     method = ConsensusTA(coefficient=1.0, k=1, tall={2: 0.5, 1: 1})
     assert merge_state_dicts(base, experts, method)["w"].tolist() == [4.0, 4.0]
     method = TaskArithmetic(weights={1: 1, 3: 1})
-    refuse("weights name '3', which is no expert", base=base, experts=experts, method=method)
+    refuse("weights name '3', which is not an expert", base=base, experts=experts, method=method)
 
 
 @pytest.mark.parametrize("coefficient", [[0.5], "0.5", True], ids=str)

@@ -17,11 +17,6 @@ from mergekit_lab.schema.run import Main
 
 SCHEMAS = {"run": Main, **{name: find_command_class(name) for name in COMMANDS}}
 KEYS = {name: [field.name for field in fields(schema)] for name, schema in SCHEMAS.items()}
-FOREIGN = [
-    (program, key)
-    for program in SCHEMAS
-    for key in sorted({key for keys in KEYS.values() for key in keys} - {*KEYS[program]})
-]
 
 
 @cache
@@ -29,13 +24,14 @@ def configuration(program: str):
     return composed([] if program == "run" else [f"+experiment={program}"])[0]
 
 
-@pytest.mark.parametrize(("program", "key"), FOREIGN)
-def test_a_program_refuses_the_keys_of_the_others_by_name(program: str, key: str) -> None:
-    cfg = configuration(program).copy()
-    with open_dict(cfg):
-        cfg[key] = None
-    with pytest.raises(InputError, match=f"unknown key '{key}'"):
-        check_against(cfg, SCHEMAS[program])
+@pytest.mark.parametrize("program", SCHEMAS)
+def test_a_program_refuses_the_keys_of_the_others_by_name(program: str) -> None:
+    for key in sorted({key for keys in KEYS.values() for key in keys} - {*KEYS[program]}):
+        cfg = configuration(program).copy()
+        with open_dict(cfg):
+            cfg[key] = None
+        with pytest.raises(InputError, match=f"unknown key '{key}'"):
+            check_against(cfg, SCHEMAS[program])
 
 
 @pytest.mark.parametrize("program", SCHEMAS)

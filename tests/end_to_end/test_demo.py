@@ -18,7 +18,9 @@ _SHORTER = (
 
 
 def demo(folder: Path, name: str) -> str:
-    done = run_program(folder, "+experiment=quickstart", f"run_dir={name}", *_SHORTER, COLUMNS="160")
+    done = run_program(
+        folder, "+experiment=quickstart", f"run_dir={name}", *_SHORTER, whole=True, COLUMNS="160"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

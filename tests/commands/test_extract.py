@@ -87,7 +87,7 @@ def test_other_merges_are_those_of_the_products_cut_to_the_rank(world, tmp_path)
         torch.testing.assert_close(found[name].double() - base[name].double(), best, rtol=1e-4, atol=2e-6)
         lost, whole = lost + float(s[4:].square().sum()), whole + float(s.square().sum())
     assert f"relative error of what is added: {(lost / whole) ** 0.5:.3g}" in (out / "README.md").read_text()
-    with pytest.raises(InputError, match="TIES is no weighted sum, so changes have full rank"):
+    with pytest.raises(InputError, match="TIES is not a weighted sum"):
         merge(world, tmp_path / "none", method, format="adapter")
     assert not (tmp_path / "none").exists()
 
@@ -118,9 +118,23 @@ def test_extract_makes_an_adapter_of_a_task_vector(world, kept, tmp_path) -> Non
             assert share >= 0.6
             assert float(energies[: rank - 1].sum() / energies.sum()) < 0.6
     assert ranks
-    assert "are no weights of linear layers and stay the base's" in (out / "README.md").read_text()
+    assert "are not weights of linear layers" in (out / "README.md").read_text()
     again = open_checkpoint(out, base=open_checkpoint(base))
     assert all(torch.allclose(again[name], found[name], atol=1e-6) for name in again)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_of_more_than_linear_layers_need_a_rank_and_the_card_says_what_is_lost(tmp_path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    save(llama(), tmp_path / "base")
+    config = LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], init_lora_weights=False)
+    get_peft_model(llama(), config).save_pretrained(tmp_path / "lora")
+    how = (tmp_path / "base", [tmp_path / "lora"], tmp_path / "out", TaskArithmetic())
+    with pytest.raises(InputError, match=r"an expert's adapter is more than LoRA of linear layers \(DoRA, emb"):
+        mergekit_lab.merge(*how, device="cpu", format="adapter")
+    out = mergekit_lab.merge(*how, device="cpu", format="adapter", rank=2)
+    assert "adapter of rank 2, exact in what it holds; relative error" in (out / "README.md").read_text()
 
 
 def test_the_commands_write_adapters(tmp_path) -> None:

@@ -93,7 +93,7 @@ def test_clipping_acts_on_the_gradient_that_the_weights_follow(tmp_path, head) -
 @pytest.mark.parametrize("make", [partial(ADAMW, lr=1e38), partial(SAM, base=partial(ADAMW, lr=1e38), rho=0.1)])
 def test_an_optimizer_whose_settings_overflow_is_named(make, tmp_path, head) -> None:
     settings = TrainingSettings(steps=2, batch_size=8, lr=1e-2, weight_decay=0.0, validations=1)
-    with pytest.raises(InputError, match="the optimizer of a has a setting whose products leave float32"):
+    with pytest.raises(InputError, match=r"the optimizer of a .*float32"):
         run(tmp_path, head, make, settings)
 
 
@@ -224,14 +224,14 @@ def test_the_last_validation_follows_the_last_step(steps: int, asked: int, every
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"steps": 0}, "training.steps is 0; it must be at least 1"),
-        ({"lr": 1e38}, r"training.lr is 1e\+38; it must be at most 1e\+30"),
+        ({"steps": 0}, "training.steps is 0; it must be a whole number of at least 1"),
+        ({"lr": 1e38}, r"training.lr is 1e\+38; it must be a number from 0 to 1e\+30"),
         ({"lr": -1.0}, "training.lr is -1.0"),
         ({"warmup_steps": 13}, r"in \[0, training.steps = 12\]"),
-        ({"clip_norm": 0.0}, "positive and finite, or null"),
+        ({"clip_norm": 0.0}, "training.clip_norm is 0.0; it must be positive"),
         ({"label_smoothing": 1.0}, r"in \[0, 1\)"),
-        ({"precision": "16-mixed"}, "fp16 gradient scaling"),
-        ({"keep": "first"}, "one of best, last"),
+        ({"precision": "16-mixed"}, "fp16"),
+        ({"keep": "first"}, "keep is 'first'; known: best, last"),
     ],
 )
 def test_settings_out_of_range_are_refused_by_name(changes, match: str) -> None:

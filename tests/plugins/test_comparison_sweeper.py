@@ -71,7 +71,7 @@ def tried(monkeypatch) -> list[int]:
 
     begun, finetune = [], room.finetune
     monkeypatch.setattr(room, "finetune", lambda *a, **k: begun.append(1) or finetune(*a, **k))
-    monkeypatch.setattr("mergekit_lab.runs.compare.report_sweep", lambda *_: None)
+    monkeypatch.setattr("mergekit_lab.runs.compare.report_runs", lambda *_, **__: None)
     return begun
 
 
@@ -153,7 +153,9 @@ DAY_AGO = time.time_ns() - DAY
 def test_the_comparison_is_of_all_jobs_of_this_sweep_whatever_the_clocks_say(tmp_path, monkeypatch) -> None:
     """Those too that could not begin, and none of an earlier sweep in the same folder."""
     compared = []
-    monkeypatch.setattr("mergekit_lab.runs.compare.report_sweep", lambda jobs, *_: compared.append(jobs))
+    monkeypatch.setattr(
+        "mergekit_lab.runs.compare.report_runs", lambda cfg, jobs, *_, **__: compared.append(jobs)
+    )
     begins([[f"run_dir={tmp_path}/run"]], 4)
 
     def launch(jobs, initial_job_idx: int) -> list[JobReturn]:
@@ -167,7 +169,7 @@ def test_the_comparison_is_of_all_jobs_of_this_sweep_whatever_the_clocks_say(tmp
 
 def test_a_trial_whose_process_dies_costs_a_search_no_other(tmp_path, monkeypatch) -> None:
     pytest.importorskip("optuna")
-    monkeypatch.setattr("mergekit_lab.runs.compare.report_sweep", lambda *_: None)
+    monkeypatch.setattr("mergekit_lab.runs.compare.report_runs", lambda *_, **__: None)
     values = {"average": 0.25, "ties": 0.75}
 
     def launch(jobs, initial_job_idx: int) -> list[JobReturn]:

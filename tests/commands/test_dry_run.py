@@ -211,7 +211,7 @@ COMPLEX = {**LAYER, "c": torch.zeros(2, dtype=torch.complex128)}
         (TaskArithmetic(), LAYER, {"out": "full"}, "exists and is not empty"),
         (TaskArithmetic(), LAYER, {"out": "full/file/out"}, "is a file"),
         (TaskArithmetic(), LAYER, {"out": "~"}, "cannot hold a model"),
-        (TaskArithmetic(), LAYER, {"device": "cuda:77"}, "is not there"),
+        (TaskArithmetic(), LAYER, {"device": "cuda:77"}, "does not exist"),
         (TaskArithmetic(weights=[{"no*": 1.0}]), LAYER, {}, "pattern of weights"),
         (TaskArithmetic(), LAYER, {"include": "q*", "exclude": ["q*"]}, "there is nothing to merge"),
         (AdaMerging(learn=Learning()), LAYER, {}, "learns its weights from a model and inputs"),

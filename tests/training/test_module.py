@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import tiny_objective
 from torch import nn
-from training.test_finetune import OPTIMIZERS, Cut
+from training.test_fit import OPTIMIZERS, Cut
 
 from mergekit_lab import InputError
 from mergekit_lab.backbones import AttentionLinear, Full, Linearized, LoRA
