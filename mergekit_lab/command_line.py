@@ -170,9 +170,7 @@ def explain(error: Exception, arguments: Sequence[str] = ()) -> str:
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         if not option:
-            return (
-                f"{list_options(group, _list_config_dirs(arguments))}\n{group}= names none: choose one of these"
-            )
+            return f"{list_options(group, _list_config_dirs(arguments))}\nchoose one of these: {group}=NAME"
         options = [*error.options, *(COMMANDS if group == "experiment" else ())]
         return f"there is no {group} {option!r}{suggest(option, options)}"
     if wrong := re.match(r"Could not override '([^']+)'", text):

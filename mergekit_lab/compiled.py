@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mergekit_lab.errors import say_error
 from mergekit_lab.paths import find_compiler_cache
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ def compile_model(model: nn.Module, use: Callable[[nn.Module], object], setting:
         log.warning(
             "%s: the model cannot be compiled and runs as written (%s)",
             setting,
-            (str(error) or type(error).__name__).splitlines()[0],
+            say_error(error),
         )
         return model
     finally:

@@ -44,6 +44,11 @@ def say_duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def say_error(error: BaseException) -> str:
+    """The first line of an error's message; the name of its class where it has none."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def abbreviate(value: object) -> str:
     """A value as a message shows it: its `repr`, cut short however large or deep it is."""
     return _SHORT.repr(value)

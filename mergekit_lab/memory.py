@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch
 
-from mergekit_lab.errors import InputError
+from mergekit_lab.errors import InputError, say_error
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -46,7 +46,7 @@ def fit_memory(
         try:
             return work(size), size
         except torch.OutOfMemoryError as error:
-            told = str(error).splitlines()[0]
+            told = say_error(error)
             less = smaller(size)
         if less is None:
             raise InputError(

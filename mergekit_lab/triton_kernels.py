@@ -5,6 +5,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from mergekit_lab.errors import say_error
+
 log = logging.getLogger(__name__)
 
 
@@ -20,6 +22,6 @@ def load_kernels(module: str, without: str) -> Any:
         kernels = import_module(module)
         kernels.probe()
     except Exception as error:  # Triton is not there, or has no compiler, or does not know this GPU
-        log.warning("%s, which takes longer (%s: %s)", without, type(error).__name__, str(error).split("\n")[0])
+        log.warning("%s, which takes longer (%s: %s)", without, type(error).__name__, say_error(error))
         return None
     return kernels

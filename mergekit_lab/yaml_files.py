@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from mergekit_lab.errors import InputError
+from mergekit_lab.errors import InputError, say_error
 
 _LARGEST = 1 << 20
 """Bytes of a file; ours have a few thousand, and YAML takes seconds for a megabyte."""
@@ -67,7 +67,7 @@ def explain_yaml(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem:
         where = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
         return f"{error.problem[:200]}{where}"
-    return (str(error) or type(error).__name__).splitlines()[0][:200]
+    return say_error(error)[:200]
 
 
 def _check_size(text: str, who: str) -> None:

@@ -17,11 +17,12 @@ from huggingface_hub import constants
 COMMIT = "c0ffee" + 34 * "0"
 TOKEN = "hf_of_these_tests_alone"
 """Who has it may write."""
+READER = "hf_that_only_reads"
 _REPOSITORY = r"(?P<repo>[^/]+/[^/]+)"
 _INFO = re.compile(rf"/api/(?P<kind>models|datasets)/{_REPOSITORY}(/revision/(?P<revision>.+))?")
 _TREE = re.compile(rf"/api/(?P<kind>models|datasets)/{_REPOSITORY}/tree/(?P<revision>.+)")
 _FILE = re.compile(rf"/((?P<kind>datasets)/)?{_REPOSITORY}/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
-_CREATE, _CHECK_CARD = "/api/repos/create", "/api/validate-yaml"
+_CREATE, _CHECK_CARD, _WHOAMI = "/api/repos/create", "/api/validate-yaml", "/api/whoami-v2"
 _BEFORE = re.compile(rf"/api/models/{_REPOSITORY}/preupload/main")
 _BATCH = re.compile(rf"/{_REPOSITORY}\.git/info/lfs/objects/batch")
 _OBJECT = re.compile(r"/lfs/(?P<oid>[0-9a-f]{64})")
@@ -37,6 +38,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.asked.append(f"{self.command} {path}")
+        if path == _WHOAMI:
+            role = {f"Bearer {TOKEN}": "write", f"Bearer {READER}": "read"}.get(self.headers["Authorization"])
+            return self._answer({"auth": {"accessToken": {"role": role}}}, 200 if role else 401)
         found = next((m for form in (_INFO, _TREE, _FILE) if (m := form.fullmatch(path))), None)
         folder = self.root / (found["kind"] or "models") / found["repo"] if found else self.root / "none"
         if found is None or not folder.is_dir():

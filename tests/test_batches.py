@@ -32,5 +32,5 @@ def test_what_is_no_tensor_goes_with_every_piece() -> None:
 
 
 def test_a_batch_without_labels_is_refused() -> None:
-    with pytest.raises(InputError, match="a batch needs labels, a tensor; it has input_ids"):
+    with pytest.raises(InputError, match="it has input_ids"):
         count_samples({"input_ids": ROWS})

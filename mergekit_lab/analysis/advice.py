@@ -78,8 +78,8 @@ def _advise_on_equals(measured: Interference) -> Advice:
         text="merger=average loses next to nothing here, and any one of them would do as well",
         because=f"they are nearly equal: cosines of {float(_select_pairs(measured).min()):.4f} or more between "
         f"task vectors, which lie at most {100 * _measure_gap(measured):.1f} % of their length apart",
-        evidence="arithmetic: the average of equal models is that model. At a cosine of .99 it holds no "
-        "more: SGD's experts of a language model 76.0, average 42.9, TSV-M 57.9 (experiments/mergopt_smollm2)",
+        evidence="the average of equal models is that model. At a cosine of .99 that no longer holds: SGD's "
+        "experts of a language model score 76.0, their average 42.9, TSV-M 57.9 (experiments/mergopt_smollm2)",
     )
 
 
@@ -89,16 +89,13 @@ def _advise_method(measured: Interference) -> Advice:
     return Advice(
         text="merger=tsvm, its coefficient searched on validation; merger=task_arithmetic if merging must be "
         "cheap; no plain average",
-        because=f"{len(measured.experts)} experts with a mean cosine of {cosine:.2f} between task vectors, "
-        f"which lose {lost:.0f} % of what they share to opposite signs",
-        evidence="test accuracy of average / task arithmetic / TSV-M, three seeds: 73.7 / 86.0 / 91.7 on four "
-        "tasks, 68.3 / 79.9 / 86.3 on eight, with coefficients of 0.4 to 0.7 and 1.4 to 1.6 "
-        "(experiments/pretrain_glyph_clip: one small image backbone); experts of a language model 76.5, "
-        "average 36.9, task arithmetic 39.6, TIES 45.6, TSV-M 56.8 ± 1.9, and EpiMer, which reads Fishers, "
-        "58.9 ± 2.9 (neither is reliably ahead); seven merged, mean of six tasks, three seeds "
-        "(experiments/mergopt_smollm2). On images EpiMer is ahead of TSV-M in 34 of 57 merges of two to eight "
-        "experts of AdamW, on texts in 1 of 3 (experiments/when_it_helps). Other models may "
-        "differ: docs/which_to_choose.md says how sure this is",
+        because=f"the mean cosine of {len(measured.experts)} experts' task vectors is {cosine:.2f}, and "
+        f"{lost:.0f} % of what they share cancels",
+        evidence="three seeds each. Images, eight tasks (experiments/pretrain_glyph_clip): average 68.3, task "
+        "arithmetic 79.9, TSV-M 86.3. A language model, seven tasks (experiments/mergopt_smollm2): experts "
+        "76.5, average 36.9, task arithmetic 39.6, TIES 45.6, TSV-M 56.8 ± 1.9, EpiMer 58.9 ± 2.9. EpiMer "
+        "needs Fishers; on images it is ahead of TSV-M in 34 of 57 merges (experiments/when_it_helps). "
+        "docs/which_to_choose.md says how sure this is",
     )
 
 
@@ -112,10 +109,9 @@ def _advise_on_rank(measured: Interference) -> Advice:
     return Advice(
         text="merger.rank=null: all the directions that the experts can share",
         because=f"the {called} leading directions of a matrix hold {energy:.0f} % of its task vector (median)",
-        evidence="with one direction TSV-M keeps 80.7 % of the experts' accuracy and EpiMer 78.1, with 32 (or "
-        "all there are) 95.8 and 94.9 (docs/gallery.md); with eight EpiMer loses nothing on images and "
-        "2.0 points on texts, with two 4.4 ± 1.2 and 6.2 ± 0.1 (experiments/when_it_helps, three "
-        "seeds). The TSV-M numbers above are at rank null",
+        evidence="with one direction TSV-M keeps 80.7 % of the experts' accuracy and EpiMer 78.1, with 32 "
+        "95.8 and 94.9 (docs/gallery.md). With eight EpiMer loses nothing on images and 2.0 points on texts, "
+        "with two 4.4 ± 1.2 and 6.2 ± 0.1 (experiments/when_it_helps)",
     )
 
 
@@ -130,9 +126,9 @@ def _advise_scales(measured: Interference) -> list[Advice]:
         Advice(
             text="merger.normalize=trace for mergers that read Fishers (epimer, fisher)",
             because=f"the Fishers' traces differ by a factor of {factor:.1f}, and the largest decides",
-            evidence="EpiMer 92.1 with normalize=trace and 68.6 without; the Fisher average 64.6 without, "
-            "below the plain average's 77.5 (README, docs/mergers.md). On eight tasks and three seeds EpiMer "
-            "loses 25.5 ± 1.4 points without (experiments/when_it_helps)",
+            evidence="EpiMer has 92.1 with normalize=trace and 68.6 without; the Fisher average 64.6 without, "
+            "less than the plain average's 77.5 (README, docs/mergers.md). On eight tasks and three seeds "
+            "EpiMer loses 25.5 ± 1.4 points without (experiments/when_it_helps)",
         )
     ]
 
@@ -155,10 +151,10 @@ def _advise_pairs(measured: Interference) -> list[Advice]:
     low, high = (float(x) for x in torch.aminmax(_select_pairs(measured)))
     return [
         Advice(
-            text="read the pairs as where task vectors collide, not as a forecast of accuracy: evaluate merges",
+            text="evaluate merges: the pairs above show where task vectors collide, not what a merge loses",
             because=f"cosines between {low:.2f} and {high:.2f}",
-            evidence="over 28 pairs of experts the measures of direction ranked the cost of a merge with "
-            "Spearman's ρ of 0.0 to 0.2, predicted harm with 0.1 (experiments/diagnose)",
+            evidence="over 28 pairs, no measure of direction ranked what a merge loses: Spearman's ρ was 0.0 "
+            "to 0.2, for predicted harm 0.1 (experiments/diagnose)",
         )
     ]
 

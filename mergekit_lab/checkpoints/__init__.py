@@ -20,10 +20,10 @@ from mergekit_lab.checkpoints.hub import (
 from mergekit_lab.checkpoints.inspection import (
     Report,
     assume_ties,
-    compare_specs,
     describe_inputs,
     describe_model,
     describe_tensors,
+    list_mismatches,
     plan_specs,
 )
 from mergekit_lab.checkpoints.layers import (
@@ -58,7 +58,7 @@ from mergekit_lab.checkpoints.shards import MAX_SHARD_BYTES, ShardedWriter, plan
 from mergekit_lab.checkpoints.tokens import read_tokens
 from mergekit_lab.checkpoints.vocabulary import count_vocabulary_rows, reconcile
 from mergekit_lab.checkpoints.vocabulary_rows import Reconciled, TokenPlan, TokenSource
-from mergekit_lab.checkpoints.writer import hash_file, write_tensors
+from mergekit_lab.checkpoints.writer import hash_file, hash_folder, write_tensors
 
 __all__ = [
     "FLOATING",
@@ -88,7 +88,6 @@ __all__ = [
     "check_push",
     "check_range",
     "compare_configs",
-    "compare_specs",
     "count_layers",
     "count_vocabulary_rows",
     "describe_inputs",
@@ -109,7 +108,9 @@ __all__ = [
     "follow_tokenizer",
     "get_snapshot",
     "hash_file",
+    "hash_folder",
     "list_computed_buffers",
+    "list_mismatches",
     "make_folder",
     "measure_files",
     "open_checkpoint",

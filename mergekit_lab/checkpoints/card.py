@@ -19,7 +19,7 @@ import yaml
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint
 from mergekit_lab.checkpoints.publish import RECORD
-from mergekit_lab.checkpoints.writer import hash_file
+from mergekit_lab.checkpoints.writer import hash_file, is_hash
 
 _HASHED_WHOLE = 32 << 20
 _SAMPLES = 64
@@ -29,7 +29,6 @@ SAMPLED = (
     f"spaced pieces of {_SAMPLE_BYTES >> 10} KiB. It tells trained models apart, not files that differ in a "
     "few bytes."
 )
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def fingerprint(checkpoint: Checkpoint, label: str | None = None) -> dict[str, Any]:
@@ -45,7 +44,7 @@ def fingerprint(checkpoint: Checkpoint, label: str | None = None) -> dict[str, A
     files = {}
     for path in checkpoint.files:
         size, real = path.stat().st_size, path.resolve()
-        if _SHA256.fullmatch(real.name):
+        if is_hash(real.name):
             files[path.name] = {"bytes": size, "sha256": real.name}
         elif size <= _HASHED_WHOLE:
             files[path.name] = {"bytes": size, "sha256": hash_file(path)}
@@ -135,15 +134,15 @@ class Card:
             body += _write_section("Use", ["```python", *self.usage.splitlines(), "```"])
         body += _write_section("Method", _format_table(("setting", "value"), _flatten(self.hyper_parameters)))
         if self.recipe:
-            body += ["As this mergekit recipe says:", "", *_write_fence(self.recipe, "yaml"), ""]
+            body += ["The mergekit recipe:", "", *_write_fence(self.recipe, "yaml"), ""]
         elif self.command:
-            body += ["By this command, inputs called as below:", "", *_write_fence(self.command, "sh"), ""]
+            body += ["The command; inputs are named below:", "", *_write_fence(self.command, "sh"), ""]
         if self.equivalent:
             body += ["The same merge as a mergekit recipe:", "", *_write_fence(self.equivalent, "yaml"), ""]
         prints = [("base", self.base), *self.experts.items()]
         prints += [(f"{kind} of {n}", p) for kind, by_name in self.side.items() for n, p in by_name.items()]
         rows = [(name, _name_source(p), _shorten(p)) for name, p in prints]
-        body += _write_section("Inputs", _format_table(("input", "is", "fingerprint"), rows))
+        body += _write_section("Inputs", _format_table(("input", "source", "fingerprint"), rows))
         if any("sampled_sha256" in file for _, p in prints for file in p.get("files", {}).values()):
             body += [SAMPLED, ""]
         body += _write_section("Settings", _format_table(("setting", "value"), _flatten(self.settings)))
@@ -153,7 +152,7 @@ class Card:
         if self.notes:
             body += _write_section("Notes", [f"- {escape_markdown(note)}" for note in self.notes])
         body += [f"Made with {escape_markdown(', '.join(' '.join(pair) for pair in self.versions.items()))}."]
-        body += [f"All of this, with hashes in full length, is in `{RECORD}`."]
+        body += [f"`{RECORD}` has all of this, with full hashes."]
         return "\n".join([*head, *body]) + "\n"
 
 

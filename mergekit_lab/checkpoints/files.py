@@ -24,7 +24,7 @@ from torch import Tensor
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, InMemory, TensorSpec
 from mergekit_lab.checkpoints.plain_files import check_file, read_json
 from mergekit_lab.checkpoints.tied_weights import find_equal_ties
-from mergekit_lab.errors import InputError, join_names
+from mergekit_lab.errors import InputError, join_names, say_error
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ def load_pickled(label: str, file: Path) -> dict[str, Any]:
         with contextlib.suppress(pickle.UnpicklingError):
             return _find_state_dict(label, file, _load_around_foreign_classes(label, file))
         other = re.search(r"GLOBAL (\S+)", str(error))
-        reason = f"it holds a {other[1]}" if other else str(error).split("\n")[0]
+        reason = f"it holds a {other[1]}" if other else say_error(error)
         raise InputError(
             f"{label}: {file} holds more than plain tensors and is not opened, because unpickling it could "
             f"run code ({reason}). Load it where it was made and save `model.state_dict()` instead"
@@ -188,7 +188,7 @@ def load_pickled(label: str, file: Path) -> dict[str, Any]:
                 f"{label}: {file} is a TorchScript archive, a program: load it with `torch.jit.load` where it "
                 "was made and save its `state_dict()` instead"
             ) from None
-        reason = str(error).split("\n")[0] or type(error).__name__
+        reason = say_error(error)
         raise InputError(f"{label}: {file} cannot be read ({reason}): was the copy cut short?") from None
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec
 from mergekit_lab.checkpoints.files import is_index, parse_dtype, read_index
 from mergekit_lab.checkpoints.libraries import OPEN_CLIP, find_weights
-from mergekit_lab.errors import InputError
+from mergekit_lab.errors import InputError, say_error
 
 log = logging.getLogger(__name__)
 
@@ -131,13 +131,14 @@ def explain_unreachable() -> str | None:
 
 
 def check_push(repo: str | None) -> None:
-    """Refuse a bad repository name, or an upload without a token, before any work.
+    """Refuse a bad repository name, or an upload without a token that may write, before any work.
 
     Args:
         repo: `org/name`; None: nothing is pushed.
 
     Raises:
-        InputError: no such name; no token; or the hub cannot be reached.
+        InputError: no such name; no token, or one that the hub does not know or that only reads; or the hub
+            cannot be reached.
     """
     if repo is None:
         return
@@ -150,6 +151,14 @@ def check_push(repo: str | None) -> None:
         raise InputError(f"push_to={repo} needs a token of the hub: run `hf auth login`, or set HF_TOKEN")
     if cause := explain_unreachable():
         raise InputError(f"push_to={repo}: the hub cannot be reached ({cause})")
+    try:
+        role = huggingface_hub.HfApi().whoami()["auth"]["accessToken"]["role"]
+    except Exception as error:  # the hub's client raises what its HTTP library does
+        # a mirror may not say whose a token is, and is asked by the upload itself
+        role = "unknown" if getattr(getattr(error, "response", None), "status_code", None) == 401 else "write"
+    if role in ("unknown", "read"):
+        why = "the hub does not know the token" if role == "unknown" else "the token only reads"
+        raise InputError(f"push_to={repo}: {why}: run `hf auth login` with one that writes, or set HF_TOKEN")
 
 
 def push_folder(folder: Path, repo: str, private: bool, ignore: Sequence[str] = ()) -> None:
@@ -267,7 +276,7 @@ def _explain(name: str, error: Exception) -> str:
     offline = any(
         os.environ.get(key, "") not in {"", "0"} for key in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     )
-    reason = "offline mode is set" if offline else f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    reason = "offline mode is set" if offline else f"{type(error).__name__}: {say_error(error)[:200]}"
     return (
         f"{name} is neither a local path nor in the hub's cache, and the hub cannot be reached ({reason}): "
         f"give a folder, or run `hf download {name.replace('@', ' --revision ')}` where there is a network"

@@ -69,7 +69,7 @@ def _describe_sizes(checkpoint: Checkpoint) -> str:
     specs = checkpoint.specs.values()
     dimensions = Counter(len(spec.shape) for spec in specs)
     dtypes = Counter(str(spec.dtype).removeprefix("torch.") for spec in specs)
-    shapes = ", ".join(f"{n} of {d} dimensions" for d, n in sorted(dimensions.items()))
+    shapes = ", ".join(f"{n} {d}-D" for d, n in sorted(dimensions.items()))
     kinds = ", ".join(f"{n} {dtype}" for dtype, n in dtypes.items())
     return f"{len(specs)} tensors ({shapes}), {sum(s.numel for s in specs) / 1e6:,.2f} M entries, {kinds}"
 
@@ -143,25 +143,25 @@ def describe_tensors(base: Checkpoint) -> list[str]:
     ]
 
 
-def compare_specs(base: Mapping[str, TensorSpec], others: Mapping[str, Mapping[str, TensorSpec]]) -> list[str]:
-    """Every way in which names, shapes and kinds differ from the base's, a line each."""
-    lines = []
-    for who, specs in others.items():
-        missing, extra = base.keys() - specs.keys(), specs.keys() - base.keys()
-        shared = [name for name in base if name in specs]
-        shapes = [n for n in shared if specs[n].shape != base[n].shape]
-        kinds = [n for n in shared if specs[n].dtype.is_floating_point != base[n].dtype.is_floating_point]
-        for names, what in (
-            (missing, "lacks"),
-            (extra, "has in excess"),
-            (kinds, "has other kinds of numbers in"),
-        ):
-            if names:
-                lines.append(f"{who} {what} {len(names)} tensors ({join_names(names)})")
-        if shapes:
-            shown = [f"{n} {list(specs[n].shape)} for {list(base[n].shape)}" for n in shapes]
-            lines.append(f"{who} has {len(shapes)} tensors of other shapes ({join_names(shown, 4)})")
-    return lines
+def list_mismatches(base: Mapping[str, TensorSpec], specs: Mapping[str, TensorSpec]) -> list[str]:
+    """Every way in which names, shapes and kinds differ from the base's."""
+    missing, extra = base.keys() - specs.keys(), specs.keys() - base.keys()
+    pairs = [(name, specs[name], base[name]) for name in base if name in specs]
+    faults = {
+        f"lacks {len(missing)} tensors the base has": missing,
+        f"has {len(extra)} tensors the base lacks": extra,
+        "has other shapes": [
+            f"{name} {list(own.shape)} where the base has {list(wanted.shape)}"
+            for name, own, wanted in pairs
+            if own.shape != wanted.shape
+        ],
+        "has other kinds of numbers": [
+            f"{name} {own.dtype} where the base has {wanted.dtype}"
+            for name, own, wanted in pairs
+            if own.dtype.is_floating_point != wanted.dtype.is_floating_point
+        ],
+    }
+    return [f"{what} ({join_names(names)})" for what, names in faults.items() if names]
 
 
 def plan_specs(

@@ -29,7 +29,6 @@ MAX_SHARD_BYTES = 5_000_000_000
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8
 _MOST_AT_ONCE = 1 << 26
-_METADATA = {"format": "pt"}
 
 
 @dataclass(frozen=True)
@@ -76,17 +75,17 @@ def plan_shards(
 def plan_files(
     specs: Mapping[str, TensorSpec], max_bytes: int = MAX_SHARD_BYTES, stem: str = "model"
 ) -> dict[str, int]:
-    """The files that a `ShardedWriter` without metadata leaves, each with its bytes; see `plan_shards`."""
+    """The files that a `ShardedWriter` leaves, each with its bytes; see `plan_shards`."""
     shards = plan_shards(specs, max_bytes, stem)
-    files = {shard.file: len(_lay_out(shard.specs, _METADATA)[0]) + shard.nbytes for shard in shards}
+    files = {shard.file: len(_lay_out(shard.specs)[0]) + shard.nbytes for shard in shards}
     if len(shards) > 1:
         files[_name_index(stem)] = len(_format_index(shards).encode())
     return files
 
 
-def _lay_out(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+def _lay_out(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]]:
     """What a file begins with, and where each tensor begins in it."""
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
     end = 0
     for name in sorted(specs, key=lambda name: -specs[name].dtype.itemsize):
@@ -116,8 +115,8 @@ def _format_index(shards: Sequence[Shard]) -> str:
 class _File:
     """One safetensors file of known content."""
 
-    def __init__(self, path: Path, shard: Shard, metadata: Mapping[str, str]) -> None:
-        head, self._offsets = _lay_out(shard.specs, metadata)
+    def __init__(self, path: Path, shard: Shard) -> None:
+        head, self._offsets = _lay_out(shard.specs)
         self._path, self._size = path, len(head) + shard.nbytes
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
         os.ftruncate(self._file, self._size)
@@ -156,7 +155,6 @@ class ShardedWriter:
         folder: where the files go; it must exist.
         specs: every tensor that will be written.
         max_bytes, stem: see `plan_shards`.
-        metadata: strings kept in each file's header.
     """
 
     def __init__(
@@ -165,13 +163,11 @@ class ShardedWriter:
         specs: Mapping[str, TensorSpec],
         max_bytes: int = MAX_SHARD_BYTES,
         stem: str = "model",
-        metadata: Mapping[str, str] | None = None,
     ) -> None:
         self.shards = plan_shards(specs, max_bytes, stem)
         self._folder = folder
         self._specs = specs
         self._stem = stem
-        self._metadata = dict(metadata or {}) | _METADATA
         self._shard_of = {name: shard for shard in self.shards for name in shard.specs}
         self._left = {shard.file: len(shard.specs) for shard in self.shards}
         self._pending = set(specs)
@@ -195,7 +191,7 @@ class ShardedWriter:
             self._pending.discard(name)
             shard = self._shard_of[name]
             if shard.file not in self._open:
-                self._open[shard.file] = _File(self._folder / shard.file, shard, self._metadata)
+                self._open[shard.file] = _File(self._folder / shard.file, shard)
             file = self._open[shard.file]
         file.write(name, tensor)
         with self._lock:

@@ -24,15 +24,15 @@ from mergekit_lab.checkpoints import (
     TensorSpec,
     assume_ties,
     check_out,
-    compare_specs,
     describe_inputs,
     describe_model,
     describe_tensors,
+    list_mismatches,
     plan_shards,
     refuse_quantized,
 )
 from mergekit_lab.commands.prepared import Prepared
-from mergekit_lab.commands.write import list_input_files, plan_files_beside
+from mergekit_lab.commands.write import check_room, list_input_files, plan_files_beside
 from mergekit_lab.errors import InputError, say_bytes, say_duration
 from mergekit_lab.machine import count_free_bytes
 from mergekit_lab.merging import (
@@ -72,8 +72,9 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format
     merged = _list_merged(prepared, result)
     ties = assume_ties(prepared.base)
     matters = make_filter(prepared.base.specs, ties, merged, prepared.include, prepared.left_out)
-    experts = {name: matters(expert.specs) for name, expert in prepared.experts.items()}
-    result.problems += compare_specs(matters(prepared.base.specs), experts)
+    wanted = matters(prepared.base.specs)
+    for name, expert in prepared.experts.items():
+        result.problems += [f"{name} {fault}" for fault in list_mismatches(wanted, matters(expert.specs))]
     result.problems += _try_check(plan_files_beside, prepared, format)
     result.problems += _try_check(prepared.method.check, tuple(prepared.experts))
     result.problems += _check_sides(prepared, merged)
@@ -91,7 +92,7 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format
         "Result",
         [
             f"{len(stored)} tensors in {len(shards)} files, {say_bytes(written)} of disk",
-            f"{len(merged)} tensors are merged by {type(prepared.method).__name__}, {kept} are the base's",
+            f"{len(merged)} tensors are merged by {type(prepared.method).__name__}, {kept} stay the base's",
             *explain_shapes(prepared.method, {n: s.shape for n, s in prepared.base.specs.items()}, set(merged)),
             _describe_room(out, written, result),
         ],
@@ -144,14 +145,12 @@ def _check_sides(prepared: Prepared, merged: Sequence[str]) -> list[str]:
             continue
         own = {n: base[n] for n in merged if method.name_side(kind, n) == n}
         if own:
-            sides = {
-                f"the {kind} of {n}": {k: s for k, s in c.specs.items() if k in own or k not in base}
-                for n, c in prepared.side[kind].items()
-            }
-            problems += compare_specs(own, sides)
+            for name, side in prepared.side[kind].items():
+                specs = {n: spec for n, spec in side.specs.items() if n in own or n not in base}
+                problems += [f"the {kind} of {name} {fault}" for fault in list_mismatches(own, specs)]
         else:
-            side = tuple(prepared.side[kind].values())
-            problems += _try_check(check_same_names, prepared.base, method, kind, side)
+            sides = tuple(prepared.side[kind].values())
+            problems += _try_check(check_same_names, prepared.base, method, kind, sides)
     return problems
 
 
@@ -169,10 +168,8 @@ def _list_merged(prepared: Prepared, result: Report) -> list[str]:
 def _describe_room(out: Path | None, written: int, result: Report) -> str:
     if out is None:
         return "no out=… is set"
-    free = count_free_bytes(out)
-    if free < written:
-        result.problems.append(f"out={out} needs {say_bytes(written)} of disk and {say_bytes(free)} are free")
-    return f"{say_bytes(free)} of disk are free at {out}"
+    result.problems += _try_check(check_room, out, written)
+    return f"{say_bytes(count_free_bytes(out))} of disk are free at {out}"
 
 
 _FIXED = 4 << 20
@@ -204,7 +201,7 @@ def _describe_memory(prepared: Prepared, specs: dict[str, TensorSpec], merged: S
         taken = _estimate_device_memory(prepared, sizes, item, whole) + counters
         device = f"device memory: about {say_bytes(taken)}"
     return [
-        f"host memory: at most {say_bytes(held)} above start-up (files that are mapped not counted)",
+        f"host memory: at most {say_bytes(held)} above start-up, without mapped files",
         device,
     ]
 

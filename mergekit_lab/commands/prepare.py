@@ -30,6 +30,7 @@ from mergekit_lab.checkpoints import (
     find_source,
     list_computed_buffers,
     open_checkpoint,
+    parse_hub_id,
     read_tokens,
     reconcile,
     untie,
@@ -40,9 +41,9 @@ from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.commands.prepared import Adapter, Arranged, Prepared
 from mergekit_lab.commands.sources import name_sources, refuse_absent, shorten_path
 from mergekit_lab.errors import InputError, join_names, suggest
-from mergekit_lab.merging import Method, resolve_device
+from mergekit_lab.merging import Method, inputs, resolve_device
 from mergekit_lab.merging.devices import Devices, parse_devices
-from mergekit_lab.merging.inputs import RUNNING_STATISTICS, Source, Sources, is_selected
+from mergekit_lab.merging.inputs import Source, Sources, is_selected
 from mergekit_lab.ranges import require, require_choice
 
 _FACTOR = re.compile(
@@ -117,7 +118,7 @@ def prepare(
     notes += [*same.notes, *describe_tokenizer(origin.folder, folders, chosen, called)]
     side: dict[str, dict[str, Checkpoint]] = {}
     for kind, given in (statistics or {}).items():
-        by_name = name_sources(given, kind, tuple(named))
+        by_name = inputs.name_sources(given, kind, tuple(named))
         side[kind] = {
             name: same.side(
                 position, open_checkpoint(by_name[name], f"{kind} of {name}", headers_only=not read)
@@ -137,8 +138,8 @@ def prepare(
         exclude=exclude,
         kept=[
             *same.exclude,
-            *_list_floating(origin, list_computed_buffers(origin)),
-            *_list_statistics(origin, buffers),
+            *(n for n in list_computed_buffers(origin) if origin.specs[n].dtype.is_floating_point),
+            *inputs.list_kept_statistics(origin, buffers),
         ],
         embeddings=embeddings,
         max_shard_bytes=max_shard_bytes,
@@ -152,16 +153,6 @@ def prepare(
         notes=notes,
         problems=problems,
     )
-
-
-def _list_statistics(base: Checkpoint, buffers: str) -> list[str]:
-    """Batch norm's running statistics, where they stay the base's."""
-    require_choice("buffers", buffers, ("merge", "base"))
-    return [name for name in base if name.endswith(RUNNING_STATISTICS)] if buffers == "base" else []
-
-
-def _list_floating(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
-    return [name for name in names if checkpoint.specs[name].dtype.is_floating_point]
 
 
 class _Opener:
@@ -293,8 +284,9 @@ def _doubt_base(name: str, wanted: str, base: Checkpoint) -> list[str]:
     mine = [called for each in known if (called := _strip_path(each))]
     if not _strip_path(wanted) or not mine or _strip_path(wanted) in mine:
         return []
+    called = wanted if parse_hub_id(wanted) else Path(wanted).name
     return [
-        f"warning: the adapter {name} was trained on {wanted!r}, and the base is called {mine[0]!r}: are they "
+        f"warning: the adapter {name} was trained on {called!r}, and the base is called {mine[0]!r}: are they "
         "the same weights?"
     ]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mergekit_lab.checkpoints import LIBRARIES, find_source, parse_hub_id
 from mergekit_lab.errors import InputError, abbreviate, join_names
+from mergekit_lab.merging import inputs
 from mergekit_lab.ranges import require
 
 
@@ -46,29 +47,14 @@ def read_sources(value: Any, what: str) -> list[str] | dict[str, str]:
     return [str(path) for path in paths]
 
 
-def name_sources(sources: Any, what: str, names: Sequence[str] | None = None) -> dict[str, Any]:
-    """Inputs by name: a mapping's own names, `names` in order, or the names of the folders, if they differ.
-
-    Raises:
-        InputError: the wrong number of them, or names that are no expert's.
-    """
-    if isinstance(sources, Mapping):
-        named = {str(name): source for name, source in sources.items()}
-        if names is not None and named.keys() != set(names):
-            raise InputError(
-                f"the {what} inputs are for ({join_names(named)}), the experts are ({join_names(names)})"
-            )
-        return named
-    if isinstance(sources, str | Path):
-        raise InputError(f"{what} is one path ({sources}): give a list or a mapping")
-    listed = list(sources)
-    if names is not None:
-        if len(listed) != len(names):
-            raise InputError(f"{len(listed)} {what} inputs were given for {len(names)} experts")
-        return dict(zip(names, listed, strict=True))
-    called = [shorten_path(s) if isinstance(s, str | Path) else "" for s in listed]
-    unique = len(set(called)) == len(called) and all(called)
-    return {called[n] if unique else str(n): source for n, source in enumerate(listed)}
+def name_sources(sources: Any, what: str) -> dict[str, Any]:
+    """Inputs by name: a mapping's own names, or those of the folders, if they differ."""
+    called = None
+    if not isinstance(sources, str | Path | Mapping):
+        sources = list(sources)
+        called = [shorten_path(source) if isinstance(source, str | Path) else "" for source in sources]
+    unique = called is not None and len(set(called)) == len(called) and all(called)
+    return inputs.name_sources(sources, what, called if unique else None)
 
 
 def shorten_path(source: str | Path) -> str:

@@ -95,9 +95,7 @@ def _write_model(
         limit, stem = prepared.max_shard_bytes, LowRankRecord.stem
     beside = plan_files_beside(prepared, format)
     planned = plan_files(specs, limit, stem) | measure_files(beside)
-    needed, free = sum(planned.values()), count_free_bytes(out)
-    if needed > free:
-        raise InputError(f"out={out} needs {say_bytes(needed)} of disk and {say_bytes(free)} are free")
+    check_room(out, sum(planned.values()))
     with make_folder(out, overwrite, planned) as folder:
         with (
             ShardedWriter(folder, specs, limit, stem) as writer,
@@ -150,11 +148,10 @@ def _write_adapter(
 
 
 def _name_base(prepared: Prepared) -> str:
-    """What an adapter calls its base: what all experts' adapters do, or the base's id on the hub."""
+    """What an adapter calls its base: the hub id of all experts' adapters, or the base's; no local path."""
     names = {folded.info.base_name for e in prepared.experts.values() if (folded := find_adapter(e))}
-    if len(names) == 1:
-        return names.pop()
-    return prepared.base_source.split("@")[0] if parse_hub_id(prepared.base_source) else ""
+    name = names.pop() if len(names) == 1 else prepared.base_source
+    return name.split("@")[0] if parse_hub_id(name) else ""
 
 
 def _collect_arguments(prepared: Prepared) -> dict[str, Any]:
@@ -206,6 +203,13 @@ def list_input_files(prepared: Prepared) -> list[Path]:
     """All files that a merge reads: of the base, the experts and the side inputs."""
     side = [checkpoint for by_name in prepared.side.values() for checkpoint in by_name.values()]
     return [file for c in (prepared.origin, *prepared.opened.values(), *side) for file in c.files]
+
+
+def check_room(out: Path, needed: int) -> None:
+    """Refuse what the disk has no room for."""
+    free = count_free_bytes(out)
+    if needed > free:
+        raise InputError(f"out={out} needs {say_bytes(needed)} of disk and {say_bytes(free)} are free")
 
 
 def plan_files_beside(prepared: Prepared, format: str) -> dict[str, Path | str]:

@@ -11,10 +11,11 @@ from copy import deepcopy
 from dataclasses import dataclass
 from io import StringIO
 from typing import Any
+from unittest.mock import patch
 
 from torch import nn
 
-from mergekit_lab.errors import InputError, join_names
+from mergekit_lab.errors import InputError, join_names, say_error
 from mergekit_lab.memory import fit_memory
 from mergekit_lab.tasks import HarnessTask
 
@@ -54,7 +55,7 @@ def load_harness_task(task: HarnessTask) -> None:
     except Exception as error:  # of data sets, hubs and task files, whatever they raise
         raise InputError(
             f"lm-evaluation-harness cannot load {task.name!r} ({type(error).__name__}: "
-            f"{_take_first_line(error)}): its data comes from the hub or its cache, or from where "
+            f"{say_error(error)}): its data comes from the hub or its cache, or from where "
             "the task's file says"
         ) from None
 
@@ -101,7 +102,7 @@ def run_harness(
 ) -> Any:
     """What the harness itself returns; `size` is its batch size, a number or "auto"."""
     with _silence(progress):
-        from lm_eval import simple_evaluate
+        from lm_eval import evaluator
         from lm_eval.models.huggingface import HFLM
 
         whole = HFLM(
@@ -110,17 +111,19 @@ def run_harness(
             batch_size=size,
             mixed_precision_dtype=precision if precision != "float32" else None,
         )
-        return simple_evaluate(
-            whole,
-            tasks=[task.name],
-            num_fewshot=task.num_fewshot,
-            limit=task.limit,
-            apply_chat_template=task.apply_chat_template,
-            fewshot_as_multiturn=task.apply_chat_template,
-            bootstrap_iters=0,
-            task_manager=task.find_manager(),
-            confirm_run_unsafe_code=task.confirm_run_unsafe_code,
-        )
+        # it asks git, which complains aloud where there is no repository
+        with patch.object(evaluator, "get_git_commit_hash", return_value=None):
+            return evaluator.simple_evaluate(
+                whole,
+                tasks=[task.name],
+                num_fewshot=task.num_fewshot,
+                limit=task.limit,
+                apply_chat_template=task.apply_chat_template,
+                fewshot_as_multiturn=task.apply_chat_template,
+                bootstrap_iters=0,
+                task_manager=task.find_manager(),
+                confirm_run_unsafe_code=task.confirm_run_unsafe_code,
+            )
 
 
 def read_results(task: HarnessTask, results: Any) -> HarnessScores:
@@ -162,7 +165,3 @@ def _silence(progress: bool = False) -> Iterator[None]:
         warnings.simplefilter("ignore")
         with nullcontext() if progress else redirect_stderr(StringIO()):
             yield
-
-
-def _take_first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "")[:200]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from mergekit_lab.cuda_graphs import DEVICES, GraphStream
+from mergekit_lab.errors import say_error
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class Recordings:
             graph, output = self._graph_stream.record(lambda: _call(model, inputs))
         except Exception as error:
             self._may_record = False
-            log.info("evaluation runs as written (%s)", (str(error) or type(error).__name__).splitlines()[0])
+            log.info("evaluation runs as written (%s)", say_error(error))
             return None
         self._by_shape[key] = _Recording(graph, inputs, output)
         self._may_record = len(self._by_shape) < _MOST_SHAPES

@@ -116,12 +116,15 @@ def _make_candidate(
     return Candidate(coefficient, values, normalize(values, experts), share=share)
 
 
+_SHARES = (0.25, 0.5, 1.0)
+"""Of the validation samples that halving reads; after each but the last the better half goes on."""
+
+
 def search_halving(
     coefficients: Sequence[float],
     experts: Mapping[str, float],
     at: Callable[[float], Score],
     *,
-    shares: Sequence[float] = (0.25, 0.5, 1.0),
     refine: int = 2,
     reached: float = -math.inf,
 ) -> list[Candidate]:
@@ -133,26 +136,16 @@ def search_halving(
     Args:
         coefficients: two or more to begin with.
         experts, at, reached: as `search_grid` takes them.
-        shares: of the validation samples, ascending to 1; after each but the last the better half goes on.
         refine: how often the distance to the neighbors is halved around the best.
 
     Raises:
-        InputError: fewer than two coefficients, or shares that do not ascend to 1.
+        InputError: fewer than two coefficients.
     """
-    if (
-        len(coefficients) < 2
-        or list(shares) != sorted(set(shares))
-        or not shares
-        or shares[-1] != 1
-        or shares[0] <= 0
-    ):
-        raise InputError(
-            f"halving needs two or more coefficients and shares that ascend to 1, got {list(coefficients)} and "
-            f"{list(shares)}"
-        )
+    if len(coefficients) < 2:
+        raise InputError(f"halving needs two or more coefficients, got {list(coefficients)}")
     normalize(dict.fromkeys(experts, 0.0), experts)
     left, curve = list(coefficients), []
-    for share in shares:
+    for share in _SHARES:
         rung = [_make_candidate(c, experts, at(c), -math.inf, share) for c in left]
         curve += rung
         if share < 1:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from mergekit_lab.checkpoints import (
     TensorSpec,
     align,
     find_conv1d_weights,
+    list_mismatches,
     open_checkpoint,
     refuse_quantized,
 )
@@ -105,16 +107,17 @@ def open_inputs(
         InputError: see `merge_state_dicts`.
     """
     origin = open_checkpoint(base, "the base")
-    opened = {name: open_checkpoint(source, name) for name, source in _name_sources(experts, "experts").items()}
+    named = name_sources(experts, "experts")
+    _require_sources(named, "experts")
+    opened = {name: open_checkpoint(source, name) for name, source in named.items()}
     if not opened:
         raise InputError("there is nothing to merge: no expert was given")
     for checkpoint in (origin, *opened.values()):
         refuse_quantized(checkpoint)
     tied = origin.find_ties()
     merged = select_tensors(origin.specs, tied, include, exclude, opened.values())
-    require_choice("buffers", buffers, ("merge", "base"))
-    if buffers == "base":
-        merged = tuple(name for name in merged if not name.endswith(RUNNING_STATISTICS))
+    kept = list_kept_statistics(merged, buffers)
+    merged = tuple(name for name in merged if name not in kept)
     matters = make_filter(origin.specs, tied, merged, include, exclude)
     _check_alike(matters(origin.specs), opened.values(), "expert", matters, base=origin)
     _check_buffers(matters(origin.specs), origin, opened.values())
@@ -232,27 +235,8 @@ def _check_alike(
     """Names, kinds and shapes must agree; the error names every offender of a checkpoint, and says if only the
     names differ from the base's."""
     for other in others:
-        missing, extra = wanted.keys() - other.specs.keys(), matters(other.specs).keys() - wanted.keys()
-        shared = [name for name in wanted if name in other.specs]
-        shapes = [
-            f"{n} {list(other.specs[n].shape)} where the base has {list(wanted[n].shape)}"
-            for n in shared
-            if other.specs[n].shape != wanted[n].shape
-        ]
-        kinds = [
-            f"{n} {other.specs[n].dtype} where the base has {wanted[n].dtype}"
-            for n in shared
-            if other.specs[n].dtype.is_floating_point != wanted[n].dtype.is_floating_point
-        ]
-        problems = []
-        if missing:
-            problems.append(f"lacks {len(missing)} tensors the base has ({join_names(missing)})")
-        if extra:
-            problems.append(f"has {len(extra)} tensors the base lacks ({join_names(extra)})")
-        if shapes:
-            problems.append(f"has other shapes ({join_names(shapes)})")
-        if kinds:
-            problems.append(f"has other kinds of numbers ({join_names(kinds)})")
+        own = {n: spec for n, spec in other.specs.items() if n in wanted}
+        problems = list_mismatches(wanted, {**own, **matters(other.specs)})
         if problems:
             way_out = "was it saved from another backbone?"
             if base is not None and _list_shapes(align(base, other, read=False)) == _list_shapes(base):
@@ -281,6 +265,14 @@ def _check_buffers(wanted: Specs, base: Checkpoint, experts: Iterable[Checkpoint
 RUNNING_STATISTICS = ("running_mean", "running_var")
 """Of batch norm: buffers that follow the data, not the gradient."""
 VARIANCE = "running_var"
+
+
+def list_kept_statistics(names: Iterable[str], buffers: str) -> list[str]:
+    """Batch norm's running statistics among these tensors, where they stay the base's."""
+    require_choice("buffers", buffers, ("merge", "base"))
+    return [name for name in names if buffers == "base" and name.endswith(RUNNING_STATISTICS)]
+
+
 _COUNTER = "num_batches_tracked"
 """Of batch norm: how many batches were seen. The merged model has the base's number, in whatever dtype."""
 
@@ -295,20 +287,34 @@ def _check_tied(tied: Mapping[str, str], experts: Iterable[Checkpoint]) -> None:
             )
 
 
-def _name_sources(sources: Sources, what: str) -> dict[str, Source]:
+def name_sources(sources: Any, what: str, names: Sequence[str] | None = None) -> dict[str, Any]:
+    """Inputs by name: a mapping's own, which must be `names`, else `names` in order, else positions.
+
+    Raises:
+        InputError: one path, the wrong number of inputs, or names that are no expert's.
+    """
     if isinstance(sources, str | Path | Checkpoint):
-        raise InputError(f"{what} must be a mapping from name to checkpoint or a list of checkpoints")
+        raise InputError(f"{what} is one path ({sources}): give a list or a mapping of checkpoints")
     if isinstance(sources, Mapping):
         named = {str(name): source for name, source in sources.items()}
-    else:
-        named = {str(position): source for position, source in enumerate(sources)}
+        if names is not None and named.keys() != set(names):
+            raise InputError(
+                f"the {what} inputs are for ({join_names(named)}), the experts are ({join_names(names)})"
+            )
+        return named
+    listed = list(sources)
+    if names is not None and len(listed) != len(names):
+        raise InputError(f"{len(listed)} {what} inputs were given for {len(names)} experts")
+    return dict(zip(names or map(str, range(len(listed))), listed, strict=True))
+
+
+def _require_sources(named: Mapping[str, object], what: str) -> None:
     for name, source in named.items():
         if not isinstance(source, Mapping | str | Path):
             raise InputError(
                 f"{what}: {name!r} is a {type(source).__name__}: pass a mapping from expert name to state dict "
                 "(or checkpoint path), or a list of them"
             )
-    return named
 
 
 def _open_side(
@@ -327,14 +333,8 @@ def _open_side(
     for kind in method.side_inputs:
         if kind not in by_kind:
             raise InputError(explain_missing_side(method, kind))
-        by_name = _name_sources(by_kind[kind], kind)
-        if not isinstance(by_kind[kind], Mapping) and len(by_name) == len(experts):
-            by_name = dict(zip(experts, by_name.values(), strict=True))
-        if by_name.keys() != set(experts):
-            raise InputError(
-                f"the {kind} checkpoints are for ({join_names(by_name)}), the experts are "
-                f"({join_names(experts)})"
-            )
+        by_name = name_sources(by_kind[kind], kind, experts)
+        _require_sources(by_name, kind)
         opened[kind] = tuple(open_checkpoint(by_name[name], f"{kind} of {name}") for name in experts)
         own = {n: base.specs[n] for n in merged if method.name_side(kind, n) == n}
         if own:

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from mergekit_lab.errors import InputError, join_names
+from mergekit_lab.errors import InputError, join_names, say_error
 from mergekit_lab.machine import count_cores
 from mergekit_lab.merging.blocks import Reader
 from mergekit_lab.merging.jobs import plan_jobs
@@ -31,7 +31,7 @@ def _attempt(run: Job, reader: Reader, names: list[str]) -> Results:
         reader.settle()
         raise InputError(
             f"{join_names(names)} cannot be factorized: the task vectors or side inputs are too large, or too "
-            f"far apart in size, for float64 ({str(error).splitlines()[0]})"
+            f"far apart in size, for float64 ({say_error(error)})"
         ) from None
 
 

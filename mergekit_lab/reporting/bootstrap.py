@@ -24,7 +24,7 @@ _MANY = 1000
 _LEVEL = 0.95
 
 
-def add_intervals(table: Table, samples: Samples, draws: int = DRAWS, seed: int = 0) -> Table:
+def add_intervals(table: Table, samples: Samples, draws: int = DRAWS) -> Table:
     """The table with a 95 % interval of every average, and a mark on mergers that the best may not beat.
 
     Of a group the rows are compared that were evaluated alike (the largest such part of it); a row of other
@@ -44,7 +44,7 @@ def add_intervals(table: Table, samples: Samples, draws: int = DRAWS, seed: int 
         if not keys:
             continue
         members = [table.rows[i] for i in keys]
-        drawn = _draw_averages(list(keys.values()), samples, draws, seed)
+        drawn = _draw_averages(list(keys.values()), samples, draws)
         odd = [
             rows[i].name
             for i in everything
@@ -90,12 +90,12 @@ def _keep_alike(rows: Mapping[int, Row], samples: Samples) -> dict[int, Keys]:
     return max(alike.values(), key=len, default={})
 
 
-def _draw_averages(keys: Sequence[Keys], samples: Samples, draws: int, seed: int) -> Any:
+def _draw_averages(keys: Sequence[Keys], samples: Samples, draws: int) -> Any:
     """Of every draw and row the mean over seeds and tasks, `[draws, rows]`."""
     import numpy as np
 
     seeds, tasks = sorted({s for s, _ in keys[0]}), sorted({task for _, task in keys[0]})
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     share = random.multinomial(len(seeds), [1 / len(seeds)] * len(seeds), size=draws) / len(seeds)
     total = np.zeros((draws, len(keys)))
     for task in tasks:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.reporting.names import display_name
-from mergekit_lab.reporting.records import KINDS, Record, deduplicate
+from mergekit_lab.reporting.records import KINDS, Record
 from mergekit_lab.reporting.tables import (
     AXES,
     Cell,
@@ -23,6 +23,7 @@ from mergekit_lab.reporting.tables import (
     keep_first_metric,
     mark_best,
     note_strengths,
+    select_part,
     summarize,
 )
 
@@ -71,9 +72,8 @@ def tabulate_across(records: Iterable[Record], table: str, measure: str = "norma
             several evaluations of one cell, seed and task.
     """
     names, fixed = parse_table(table, measure)
-    everything = deduplicate(records)
-    part = "test" if any(r.part == "test" for r in everything) or not everything else everything[0].part
-    shown = _distinguish(keep_first_metric(record for record in everything if record.part == part))
+    part, of_part = select_part(records)
+    shown = _distinguish(keep_first_metric(of_part))
     shown = _narrow(shown, fixed, table)
     _refuse_open(shown, names, table)
     rows, columns = (_list_values(shown, name) for name in names)

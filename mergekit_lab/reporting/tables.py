@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from statistics import mean, stdev
 from typing import Any
 
-from mergekit_lab.errors import InputError, suggest
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.records import KINDS, Record, deduplicate
 
@@ -191,18 +190,20 @@ class Table:
         return flat
 
 
-def build_table(records: Iterable[Record], part: str | None = None, *, like: Table | None = None) -> Table:
-    """The table of one part ("test" if there is one, else the first met).
+def select_part(records: Iterable[Record]) -> tuple[str, list[Record]]:
+    """The part that tables show, "test" if there is one, else the first met; and its evaluations, each once."""
+    everything = deduplicate(records)
+    part = "test" if any(r.part == "test" for r in everything) or not everything else everything[0].part
+    return part, [record for record in everything if record.part == part]
+
+
+def build_table(records: Iterable[Record], *, like: Table | None = None) -> Table:
+    """The table of one part.
 
     `like` gives axes and tasks of a larger table, so that the rows of both have the same columns. Of a task
-    with several metrics the first met counts. Raises `InputError` if no record has `part`.
+    with several metrics the first met counts.
     """
-    everything = deduplicate(records)
-    parts = list(dict.fromkeys(record.part for record in everything))
-    if part is not None and part not in parts:
-        raise InputError(f"no record of part {part!r}{suggest(part, parts)}")
-    part = part or ("test" if "test" in parts or not parts else parts[0])
-    of_part = [record for record in everything if record.part == part]
+    part, of_part = select_part(records)
     shown = keep_first_metric(of_part)
     metric = {record.task: record.metric for record in shown}
 

@@ -22,7 +22,6 @@ from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.mergers import CHAINED, MASK
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import Run, load_state, say_seconds
-from mergekit_lab.schema.run import Curvature
 from mergekit_lab.store.store import Workspace
 
 log = logging.getLogger(__name__)
@@ -81,31 +80,29 @@ def stage_curvature(run: Run) -> None:
 
 
 def _make_side(run: Run, kind: str, task: str, workspace: Workspace) -> Mapping[str, Any]:
-    settings = Curvature(**run.plain["curvature"])
     run.model.load_state_dict(load_state(run.need(expert_node(run, task))))
     whole = run.make_objective(task).with_head(run.model)
     inside = find_prefix(whole, run.model)
-    count = settings.count(run.tasks[task].count("train"))
-    values = {
-        name.removeprefix(inside): value
-        for name, value in _compute(run, kind, task, whole, count, settings).items()
-    }
+    count = _count_samples(run, task)
+    values = {name.removeprefix(inside): v for name, v in _compute(run, kind, task, whole, count).items()}
     trace = sum(float((v.diagonal() if kind == "gram" and v.dim() == 2 else v).sum()) for v in values.values())
     tensors = _fill_all_tensors(run, values) if kind == "fisher" else values
     write_tensors(workspace.out / f"{kind}.safetensors", tensors)
     return {"samples": count, "trace": trace}
 
 
-def _compute(
-    run: Run, kind: str, task: str, whole: nn.Module, count: int, settings: Curvature
-) -> dict[str, Tensor]:
+def _count_samples(run: Run, task: str) -> int:
+    return run.curvature.count(run.tasks[task].count("train"))
+
+
+def _compute(run: Run, kind: str, task: str, whole: nn.Module, count: int) -> dict[str, Tensor]:
     """A Fisher or Grams of the first `count` samples; where memory is too small, anew with smaller chunks.
 
     Raises:
         InputError: one sample at a time is too much.
     """
     causal = run.make_objective(task).causal
-    by_moment = kind == "fisher" and settings.estimate == "first_moment"
+    by_moment = kind == "fisher" and run.curvature.estimate == "first_moment"
 
     def compute(chunk: int) -> dict[str, Tensor]:
         batches = list_batches(run, kind, task, count, run.training.batch_size if by_moment else chunk)
@@ -114,13 +111,12 @@ def _compute(
         if by_moment:
             moments = first_moment(whole, batches, causal=causal, chunk=chunk)
             return {name: moment.square() for name, moment in moments.items()}
-        return diagonal_fisher(
-            whole, batches, causal=causal, sampled=settings.sampled, seed=run.seed, chunk=chunk
-        )
+        sampled = run.curvature.sampled
+        return diagonal_fisher(whole, batches, causal=causal, sampled=sampled, seed=run.seed, chunk=chunk)
 
     values, _ = fit_memory(
         compute,
-        settings.chunk,
+        run.curvature.chunk,
         what=f"the {kind} of {task}",
         setting="curvature.chunk",
         way_out="take a merger that needs none, or set device=cpu",
@@ -149,16 +145,16 @@ def make_own_sides(run: Run, method: Method, experts: Mapping[str, Path]) -> dic
 
 def _train_mask(run: Run, how: Localization, task: str, expert: Path) -> dict[str, Tensor]:
     """Which entries of an expert its task needs, by the samples that a Fisher reads, in training's batches."""
-    settings, objective = Curvature(**run.plain["curvature"]), run.make_objective(task)
+    objective = run.make_objective(task)
     whole = objective.with_head(run.model)
-    inside, count = find_prefix(whole, run.model), settings.count(run.tasks[task].count("train"))
+    inside, count = find_prefix(whole, run.model), _count_samples(run, task)
     names = {parameter: name for name, parameter in run.model.state_dict(keep_vars=True).items()}
 
     def gradient(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         run.model.load_state_dict(state)
         total: dict[str, Tensor] = {}
         for batch in list_batches(run, MASK, task, count, run.training.batch_size):
-            moments = first_moment(whole, [batch], causal=objective.causal, beta=0.0, chunk=settings.chunk)
+            moments = first_moment(whole, [batch], causal=objective.causal, beta=0.0, chunk=run.curvature.chunk)
             for own, parameter in run.model.named_parameters():
                 if inside + own in moments:
                     name, moment = names[parameter], moments[inside + own]
@@ -172,19 +168,18 @@ def _chain_grams(
     run: Run, method: RegMeanPlusPlus, experts: Mapping[str, Path]
 ) -> dict[str, dict[str, Tensor]]:
     """The Grams of RegMean++ for these experts of the run, by task."""
-    settings = Curvature(**run.plain["curvature"])
     opened = {task: open_checkpoint(path, task) for task, path in experts.items()}
     wholes = {task: run.make_objective(task).with_head(run.model) for task in experts}
 
     def compute(chunk: int) -> dict[str, dict[str, Tensor]]:
         def batches(task: str) -> Iterator[Batch]:
-            return list_batches(run, "gram", task, settings.count(run.tasks[task].count("train")), chunk)
+            return list_batches(run, "gram", task, _count_samples(run, task), chunk)
 
         run.model.load_state_dict(run.base_state)
         return chained_grams(run.model, opened, batches, method, wholes)
 
     grams, _ = fit_memory(
-        compute, settings.chunk, what="the Grams of RegMean++", setting="curvature.chunk",
+        compute, run.curvature.chunk, what="the Grams of RegMean++", setting="curvature.chunk",
         way_out="take RegMean, or set device=cpu",
     )  # fmt: skip
     return grams

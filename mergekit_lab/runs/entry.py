@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from mergekit_lab.errors import InputError
+from mergekit_lab.errors import InputError, say_error
 from mergekit_lab.failure import remove_failure, write_failure
 from mergekit_lab.runs.settle import settle
 from mergekit_lab.schema.check import check_stages, list_stages
@@ -151,7 +151,7 @@ def _explain_memory(stage: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise InputError(
-            f"the stage {stage} does not fit the device's memory ({str(error).splitlines()[0]}): lower "
+            f"the stage {stage} does not fit the device's memory ({say_error(error)}): lower "
             "evaluation_batch_size or curvature.chunk, or set device=cpu"
         ) from error
 

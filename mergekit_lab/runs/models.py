@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -80,8 +81,21 @@ class Model:
         """The model itself, on the run's device; the run's own one, unless it has a backbone of its own."""
         if self.backbone:
             return self.backbone.make_model().to(run.device)
-        run.model.load_state_dict(dict(self.state(run, task)))
+        by_task = self.merger is not None and self.merger.method.by_task
+        weights = f"{self.key(run)} {task if by_task else ''}"
+        if _LOADED.get(run.model) != (weights, _count_writes(run.model)):
+            run.model.load_state_dict(dict(self.state(run, task)))
+            _LOADED[run.model] = weights, _count_writes(run.model)
         return run.model
+
+
+_LOADED: WeakKeyDictionary[nn.Module, tuple[str, list[int]]] = WeakKeyDictionary()
+"""Which weights a model has, and how often it was written to until then: a model of several tasks is loaded
+once, unless something else was written into it."""
+
+
+def _count_writes(model: nn.Module) -> list[int]:
+    return [tensor._version for each in (model.parameters(), model.buffers()) for tensor in each]
 
 
 def expert_model(run: Run, name: str) -> Model:

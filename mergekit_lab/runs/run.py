@@ -33,7 +33,7 @@ from mergekit_lab.runs.nodes import Node
 from mergekit_lab.runs.own_code import code_content
 from mergekit_lab.runs.settle import find_weights_key
 from mergekit_lab.schema.check import build, with_floats
-from mergekit_lab.schema.run import Main, Search, TrainerSettings
+from mergekit_lab.schema.run import Curvature, Main, Search, TrainerSettings
 from mergekit_lab.store import Artifact, Store
 from mergekit_lab.tasks import HarnessTask, Task
 from mergekit_lab.training import TrainingSettings
@@ -78,6 +78,7 @@ class Run:
         self.choices = choices
         self.seed: int = cfg.seed
         self.training = TrainingSettings(**plain["training"])
+        self.curvature = Curvature(**plain["curvature"])
         self.search = Search(**plain["search"])
         self.trainer = TrainerSettings(**plain["trainer"])
         self.devices = [str(resolve_device(each)) for each in parse_devices(plain["device"], SPREAD)]

@@ -157,8 +157,8 @@ def _move(state: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor
 def _make_scorer(run: Run, unit: Mapping[str, Tensor]) -> Callable[[float], Score]:
     """The validation scores of `θ0 + α Δ` as functions of α, from the model merged at coefficient 1."""
     floating = {n: t for n, t in unit.items() if t.is_floating_point()}
-    delta = {n: (t.double() - run.base_state[n].double()).to(run.device) for n, t in floating.items()}
-    base = {n: run.base_state[n].double().to(run.device) for n in floating}
+    base = {n: run.base_state[n].to(run.device).double() for n in floating}
+    delta = {n: t.to(run.device).double() - base[n] for n, t in floating.items()}
 
     def score_at(alpha: float) -> Score:
         candidate = {n: (base[n] + alpha * delta[n]).to(floating[n].dtype) for n in floating}

@@ -17,7 +17,7 @@ from mergekit_lab.paths import find_default_store
 from mergekit_lab.schema.check import build, check_group
 from mergekit_lab.schema.store import StoreSettings
 from mergekit_lab.store import Artifact, Store
-from mergekit_lab.store.store import MANIFEST
+from mergekit_lab.store.artifact import MANIFEST
 from mergekit_lab.store.upkeep import (
     adopt,
     find_damages,

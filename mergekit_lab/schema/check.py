@@ -22,7 +22,7 @@ from hydra.utils import get_class, get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mergekit_lab.errors import InputError, abbreviate, join_names, suggest
+from mergekit_lab.errors import InputError, abbreviate, join_names, say_error, suggest
 from mergekit_lab.ranges import require
 from mergekit_lab.schema.target import Target
 from mergekit_lab.schema.values import check_value, find_inner_type, list_options
@@ -115,7 +115,7 @@ def check_against(cfg: DictConfig, schema: type) -> None:
     try:
         plain: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise InputError(f"the configuration does not resolve: {str(error).splitlines()[0]}") from None
+        raise InputError(f"the configuration does not resolve: {say_error(error)}") from None
     _check_keys(plain, schema, ())
 
 

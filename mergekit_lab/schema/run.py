@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
 
 from mergekit_lab.backbones import Backbone, Linearized, LoRA, Parametrization
-from mergekit_lab.errors import InputError
+from mergekit_lab.errors import InputError, say_error
 from mergekit_lab.evaluation.search import import_optuna
 from mergekit_lab.merging import Method
 from mergekit_lab.optim import count_gradient_evaluations
@@ -349,7 +349,7 @@ def count_evaluations_a_step(node: DictConfig) -> Fraction:
     try:
         return count_gradient_evaluations(_build_alone(node))
     except (ValueError, TypeError) as error:
-        raise InputError(f"the optimizer cannot be built: {str(error).splitlines()[0]}") from None
+        raise InputError(f"the optimizer cannot be built: {say_error(error)}") from None
 
 
 def wants_fit(node: DictConfig) -> bool:

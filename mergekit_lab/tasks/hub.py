@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mergekit_lab.checkpoints import explain_unreachable, find_cached_folder
-from mergekit_lab.errors import InputError
+from mergekit_lab.errors import InputError, say_error
 from mergekit_lab.tasks.layouts import find_missing_shards, find_part_files, is_shard
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def download_data(
                 )
                 return Path(folder)
     except Exception as error:  # the hub's client raises what its HTTP library does
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = say_error(error)
         raise InputError(f"the data set {repo} cannot be downloaded: {reason}") from None
     lacking = ", ".join(part for part, files in by_part.items() if not files)
     raise InputError(f"the data set {repo} has no parquet or tar files of {lacking}")

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from mergekit_lab.errors import InputError, join_names
+from mergekit_lab.errors import InputError, join_names, say_error
 
 IMAGE_FILES = {".jpg", ".jpeg", ".png", ".webp", ".ppm", ".bmp", ".gif", ".tif", ".tiff"}
 _CHUNK = 64
@@ -134,7 +134,7 @@ def explain_parquet_errors(file: Path) -> Iterator[None]:
     try:
         yield
     except (ArrowException, OSError, ValueError, KeyError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = say_error(error)
         raise InputError(f"{file} is not a readable parquet file ({reason}): was the copy cut short?") from None
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from mergekit_lab.checkpoints import explain_unreachable
-from mergekit_lab.errors import InputError, join_names, suggest
+from mergekit_lab.errors import InputError, join_names, say_error, suggest
 from mergekit_lab.paths import find_default_store
 from mergekit_lab.ranges import require_choice, require_whole
 
@@ -315,7 +315,7 @@ def _read_hub_rows(name: str, part: str, task: str) -> list[Mapping[str, Any]]:
             **options,
         )
     except Exception as error:  # the hub's clients raise errors of many libraries
-        cause = offline or (str(error).strip() or type(error).__name__).splitlines()[0]
+        cause = offline or say_error(error)
         raise InputError(
             f"task {task!r}: cannot get {part} of hub:{name}: {cause}. It is downloaded once and then cached "
             f"(HF_HOME): run once with internet access, or set suite.tasks.{task}.source to a folder of "

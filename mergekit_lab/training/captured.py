@@ -24,6 +24,7 @@ from torch import Tensor
 
 from mergekit_lab.batches import Batch
 from mergekit_lab.cuda_graphs import GraphStream
+from mergekit_lab.errors import say_error
 from mergekit_lab.optim.wrapper import WrappedOptimizer
 
 log = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ class Replay:
                 setattr(optimizer, name, value)
             log.warning(
                 "training.capture: a step cannot be recorded in a CUDA graph and runs without one (%s)",
-                (str(error) or type(error).__name__).splitlines()[0],
+                say_error(error),
             )
             return None
         return _StepRecording(graph, list(inputs.values()), loss)

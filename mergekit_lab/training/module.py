@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from mergekit_lab.backbones import Objective
 from mergekit_lab.backbones.objective import to_list
-from mergekit_lab.batches import count_samples, take_samples
+from mergekit_lab.batches import count_samples, cut_batch, take_samples
 from mergekit_lab.compiled import compile_model, is_worthwhile
 from mergekit_lab.cuda_graphs import DEVICES
 from mergekit_lab.errors import InputError
@@ -238,8 +238,8 @@ class FinetuneModule(RecordedModule):
         parts: list[Batches] = [{} for _ in range(self.accumulate)]
         for task, whole in batch.items():
             size = -(-count_samples(whole) // self.accumulate)
-            for number, start in enumerate(range(0, count_samples(whole), size)):
-                parts[number][task] = take_samples(whole, start, start + size)
+            for own, part in zip(parts, cut_batch(whole, size), strict=False):
+                own[task] = part
         return [part for part in parts if part]
 
     def compute_loss(self, batch: Batches, total: int | Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor
 
-from mergekit_lab.errors import InputError
+from mergekit_lab.errors import InputError, say_error
 from mergekit_lab.machine import count_cores
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def find_checkpoint(folder: Path, origin: CheckpointOrigin) -> Path | None:
             file = folder / name
             origin.load(file)
     except Exception as error:
-        why = (str(error) or type(error).__name__).splitlines()[0]
+        why = say_error(error)
         log.warning("cannot resume from %s (%s): training starts again", file, why)
         return None
     log.info("resuming from %s", last)

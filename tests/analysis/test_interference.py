@@ -146,10 +146,10 @@ def test_bad_inputs_are_named() -> None:
     base, experts = models(2)
     with pytest.raises(InputError, match="rank is 0"):
         measure(base, experts, rank=0)
-    with pytest.raises(InputError, match=r"e1 has no tensor 'a.weight' of shape \[12, 20\]"):
+    with pytest.raises(InputError, match=r"e1.*'a.weight'.*\[12, 20\]"):
         measure(base, experts, {"e0": random(1), "e1": {}})
     experts["e1"]["conv"][0] = float("nan")
-    with pytest.raises(InputError, match="tensor 'conv' of e1 holds 12 NaN"):
+    with pytest.raises(InputError, match=r"'conv'.*e1 holds 12 NaN"):
         measure(base, experts)
 
 
@@ -158,7 +158,7 @@ def test_advice_follows_what_was_measured() -> None:
     plain = [a.text for a in advise(measure(base, experts))]
     assert plain[0].startswith("merger=tsvm")
     assert len(plain) == 3
-    assert plain[2].startswith("read the pairs")
+    assert plain[2].startswith("evaluate merges")
     experts["e2"] = {n: base[n] + 5 * (experts["e2"][n] - base[n]) for n in base}
     fishers = {n: {k: v.square() * 10**t for k, v in random(t).items()} for t, n in enumerate(experts)}
     given = advise(measure(base, experts, fishers))
@@ -205,7 +205,7 @@ def test_advice_cites_what_stands_in_its_studies() -> None:
         assert number in alike.evidence
         assert number in row
     study = (folder / "experiments/when_it_helps/README.md").read_text()
-    for number, cited in (("18 of 39", method), ("4.4 ± 1.2", rank), ("6.2 ± 0.1", rank)):
+    for number, cited in (("34 of 57", method), ("4.4 ± 1.2", rank), ("6.2 ± 0.1", rank)):
         assert number in cited.evidence
         assert number in study
     gallery = (folder / "docs/gallery.md").read_text()

@@ -57,7 +57,7 @@ def test_a_state_that_lacks_tensors_is_named() -> None:
     model = TinyEncoder()
     base, ends = experts(model)
     ends["b"].pop("body.1.bias")
-    with pytest.raises(InputError, match=r"b lacks 1 tensors of the model \(body.1.bias\)"):
+    with pytest.raises(InputError, match=r"lacks 1 tensors.*\(body.1.bias\)"):
         Weights(model, base, ends)
 
 

@@ -151,17 +151,17 @@ def test_state_dicts_below_a_prefix_are_found(prefix):
 
 def test_an_expert_of_another_architecture_is_refused_by_its_tensors(theirs):
     base = OpenClip("glyph-clip", None).make_model().state_dict()
-    with pytest.raises(InputError, match=r"svhn lacks \d+ tensors of the backbone's image tower"):
+    with pytest.raises(InputError, match=r"svhn lacks \d+ tensors"):
         as_image_tower(theirs.state_dict(), base, "svhn")
     other = OpenClip("tiny-layout", None).make_model().state_dict()
     other["visual.conv1.weight"] = other["visual.conv1.weight"][..., :8]
-    with pytest.raises(InputError, match=r"'visual.conv1.weight' is .*fine-tuned from another architecture"):
+    with pytest.raises(InputError, match=r"'visual.conv1.weight'.*fine-tuned"):
         as_image_tower(theirs.state_dict(), other, "svhn")
 
 
 def test_a_pickle_of_a_whole_module_is_refused_with_the_way_out(tmp_path):
     torch.save(torch.nn.Linear(2, 2), tmp_path / "finetuned.pt")
-    with pytest.raises(InputError, match=r"holds more than plain tensors.*save `model.state_dict\(\)` instead"):
+    with pytest.raises(InputError, match=r"`model.state_dict\(\)`"):
         open_checkpoint(tmp_path / "finetuned.pt")
 
 
@@ -207,7 +207,7 @@ def test_an_image_tower_alone_gives_its_features_and_heads_from_images(kind, the
 
 def test_a_zero_shot_head_for_an_image_tower_alone_is_refused_before_any_work(theirs, tmp_path):
     backbone = OpenClip("tiny-layout", str(_image_tower(theirs, "CLIPVisionModel", tmp_path)))
-    with pytest.raises(InputError, match=r"no text tower.*backbone.head=prototype or linear_probe"):
+    with pytest.raises(InputError, match=r"backbone.head=prototype.*linear_probe"):
         backbone.check(Digits(train_size=20, validation_size=10, test_size=10))
     with pytest.raises(InputError, match="no text tower"):
         backbone.make_zero_shot_head(("a", "b"), ("{}",))

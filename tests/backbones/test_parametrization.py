@@ -271,15 +271,15 @@ def test_attention_is_found_by_the_names_of_each_architecture_and_nothing_else(a
 
 def test_what_does_not_apply_is_refused_with_the_way_out() -> None:
     plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    with pytest.raises(InputError, match=r"Sequential has none .*take finetuning=full"):
+    with pytest.raises(InputError, match=r"Sequential.*finetuning=full"):
         AttentionLinear().make_trainable(plain)
-    with pytest.raises(InputError, match=r"Sequential has none .*finetuning\.targets"):
+    with pytest.raises(InputError, match=r"Sequential.*finetuning\.targets"):
         LoRA().make_trainable(plain)
-    with pytest.raises(InputError, match=r"running statistics cannot be linearized, and 1 keep some"):
+    with pytest.raises(InputError, match="and 1 keep"):
         Linearized().make_trainable(plain)
-    with pytest.raises(InputError, match=r"finetuning=lora cannot be applied: .*nowhere"):
+    with pytest.raises(InputError, match="finetuning=lora"):
         LoRA(targets=["nowhere"]).make_trainable(plain)
-    with pytest.raises(InputError, match=r"attn\.out_proj .*would have no effect"):
+    with pytest.raises(InputError, match=r"attn\.out_proj"):
         LoRA(targets=["out_proj"]).make_trainable(tower())
     for wrong, match in [
         ({"rank": 0}, "rank is 0"),

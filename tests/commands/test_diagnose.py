@@ -83,7 +83,7 @@ def test_a_fisher_with_nan_is_named_by_file_and_tensor(folders, tmp_path) -> Non
     write_tensors(tmp_path / "sound.safetensors", state)
     state["model.norm.weight"] = state["model.norm.weight"].clone().fill_(float("nan"))
     write_tensors(tmp_path / "bad.safetensors", state)
-    with pytest.raises(InputError, match=r"tensor 'model.norm.weight' of fisher of svhn \(.*bad.safetensors"):
+    with pytest.raises(InputError, match=r"'model.norm.weight'.*\(.*bad.safetensors"):
         go(
             tmp_path / "out",
             f"base={base}",
@@ -129,7 +129,7 @@ def test_one_expert_and_chosen_tensors(folders, tmp_path) -> None:
         (["experts=[a]"], "base is not set"),
         (["base=here"], "experts is not set"),
         (["base=nowhere", "experts=[a]"], "nowhere"),
-        (["base=x", "experts=[a]", "+rnak=3"], "unknown key 'rnak' .*did you mean 'rank'"),
+        (["base=x", "experts=[a]", "+rnak=3"], "'rnak'.*'rank'"),
     ],
 )
 def test_mistakes_are_named(overrides: list[str], match: str, tmp_path) -> None:

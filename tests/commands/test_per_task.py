@@ -75,10 +75,10 @@ def test_tsvc_is_the_original(golden, tmp_path) -> None:
 
 
 def test_what_is_not_by_task_is_refused(golden, tmp_path) -> None:
-    with pytest.raises(InputError, match="TIES makes one model for all tasks"):
+    with pytest.raises(InputError, match="TIES makes one model"):
         store(golden, TIES(), tmp_path / "none")
-    with pytest.raises(InputError, match="EMR gives no low-rank factors"):
+    with pytest.raises(InputError, match=r"EMR.*low-rank"):
         mergekit_lab.merge(golden.base, golden.experts, tmp_path / "none", EMR(), format="low_rank")
     folder = store(golden, EMR(), tmp_path / "parts")
-    with pytest.raises(InputError, match="one model per task: name one"):
+    with pytest.raises(InputError, match="one model per task"):
         mergekit_lab.expand(folder, golden.base, tmp_path / "two", tasks=["0", "1"])

@@ -37,7 +37,7 @@ def test_what_is_not_merged_is_the_bases_and_need_not_be_there(method, patterns)
 def test_what_only_experts_have_may_be_left_out(patterns) -> None:
     extra = {**TEXT, **HEAD}
     base = {name: BASE[name] for name in TEXT}
-    with pytest.raises(InputError, match="has 1 tensors the base lacks"):
+    with pytest.raises(InputError, match=r"has 1 tensors.*lacks"):
         merge_state_dicts(base, [extra], METHOD)
     merged = merge_state_dicts(base, [extra], METHOD, **patterns)
     assert all(torch.equal(merged[name], TEXT[name]) for name in TEXT)
@@ -46,8 +46,8 @@ def test_what_only_experts_have_may_be_left_out(patterns) -> None:
 @pytest.mark.parametrize(
     ("base", "expert", "patterns", "message"),
     [
-        (BASE, TEXT, {"exclude": ["mtp.*"]}, r"lacks 2 tensors the base has \(visual"),
-        (BASE, TEXT, {"include": ["layers.*", "visual.*"]}, r"lacks 2 tensors the base has \(visual"),
+        (BASE, TEXT, {"exclude": ["mtp.*"]}, r"lacks 2 tensors.*\(visual"),
+        (BASE, TEXT, {"include": ["layers.*", "visual.*"]}, r"lacks 2 tensors.*\(visual"),
         (BASE, {**BASE, "visual.ids": torch.ones(3).long()}, {}, "than the base"),
         (
             TEXT,
@@ -73,7 +73,7 @@ def test_side_inputs_are_needed_for_what_is_merged() -> None:
     options = {"include": ["layers.*", "norm.*"], "statistics": {"fisher": [fisher]}}
     merge_state_dicts(BASE, [TEXT], Fisher(), **options)
     options["statistics"] = {"fisher": [{"norm.w": torch.ones(4)}]}
-    with pytest.raises(InputError, match=r"lacks 1 tensors the base has \(layers"):
+    with pytest.raises(InputError, match=r"lacks 1 tensors.*\(layers"):
         merge_state_dicts(BASE, [TEXT], Fisher(), **options)
 
 
@@ -118,7 +118,7 @@ def test_an_adapters_head_that_the_base_lacks_may_be_left_out(tmp_path) -> None:
     adapted = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"]))
     adapted.save_pretrained(tmp_path / "a")
     inputs = (tmp_path / "base", {"a": tmp_path / "a"}, tmp_path / "out", METHOD)
-    with pytest.raises(InputError, match=r"has 1 tensors the base lacks \(score\.weight\)"):
+    with pytest.raises(InputError, match=r"has 1 tensors.*lacks \(score\.weight\)"):
         merge(*inputs, device="cpu")
     save_file(llama().state_dict(), tmp_path / "a" / "model.safetensors")
     file = tmp_path / "a/adapter_config.json"
@@ -126,7 +126,7 @@ def test_an_adapters_head_that_the_base_lacks_may_be_left_out(tmp_path) -> None:
         file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": wanted}))
         out = merge(*inputs, device="cpu", exclude=["score.*"], overwrite=True)
         record = (out / "mergekit_lab.json").read_text()
-        assert "a: its adapter was read, the model next to it (model.safetensors) was not" in record
+        assert "next to it (model.safetensors)" in record
         assert (
             "the adapter a was trained on 'org/other', and the base is called 'base'" in record
         ) is not known
@@ -167,5 +167,5 @@ def test_a_prefix_before_all_but_a_head() -> None:
     "name", ["x.lora_A.weight", "unet.to_q.lora.down.weight", "lora_unet_to_q.lora_up.weight"]
 )
 def test_factors_without_their_configuration_are_named(name: str) -> None:
-    with pytest.raises(InputError, match=r"'a' holds an adapter's factors .* without the adapter_config.json"):
+    with pytest.raises(InputError, match=r"'a'.*adapter_config.json"):
         prepare(BODY, {"a": {name: torch.ones(2, 2)}}, METHOD)

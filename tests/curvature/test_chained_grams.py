@@ -63,7 +63,7 @@ def test_layers_are_called_as_the_model_calls_them() -> None:
 
 def test_what_cannot_be_chained_is_refused(world) -> None:
     _, experts, batches = world
-    with pytest.raises(InputError, match="one stack of layers in their order, and this model has none"):
+    with pytest.raises(InputError, match="one stack of layers"):
         chained_grams(nn.Linear(2, 2), {}, batches.__getitem__, RegMeanPlusPlus())
     two = nn.ModuleDict({"left": Chain(), "right": Chain()})
     with pytest.raises(InputError, match=r"several \(left.layers, right.layers\)"):
@@ -71,5 +71,5 @@ def test_what_cannot_be_chained_is_refused(world) -> None:
     with pytest.raises(InputError, match="no batch was given"):
         chained_grams(Chain().double(), experts, lambda _: [], RegMeanPlusPlus())
     base = experts["a"]
-    with pytest.raises(InputError, match="RegMeanPlusPlus needs a chained_gram of every expert"):
+    with pytest.raises(InputError, match=r"RegMeanPlusPlus.*chained_gram"):
         merge_state_dicts(base, experts, RegMeanPlusPlus())

@@ -74,7 +74,7 @@ def test_where_no_gradient_comes_the_moment_is_zero_and_nothing_to_average_is_re
 
 def test_an_optimizer_without_a_moment_is_refused() -> None:
     model = nn.Linear(3, 2)
-    with pytest.raises(InputError, match=r"AdamW keeps no first moment of bias, weight: it must have stepped"):
+    with pytest.raises(InputError, match="AdamW keeps no first"):
         squared_first_moment(torch.optim.AdamW(model.parameters()), model.named_parameters())
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     step(plain, model)

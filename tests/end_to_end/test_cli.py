@@ -100,12 +100,12 @@ def test_a_misspelled_key_in_a_file_is_named_with_the_file(tmp_path) -> None:
 @pytest.mark.slow
 def test_a_sweep_trains_each_expert_once_and_compares_all_jobs_also_when_one_fails(tmp_path) -> None:
     done = run_program(
-        tmp_path, "-m", *TINY, "joint=false", "run_dir=sweep", "optimizer=adamw,sam",
+        tmp_path, "-m", *TINY, "~suite.tasks.latin", "joint=false", "run_dir=sweep", "optimizer=adamw,sam",
         "merger=average,ties", "training.clip_norm=1.0,-1.0", "table=optimizer×merger",
     )  # fmt: skip
     said = done.stdout + done.stderr
     assert done.returncode == 1, said
-    assert len(list((tmp_path / "store/experts").glob("*/manifest.json"))) == 2 * 2
+    assert len(list((tmp_path / "store/experts").glob("*/manifest.json"))) == 2
     records = read_records(tmp_path / "sweep/records.jsonl")
     assert {(r.optimizer, r.merger) for r in records if r.merger} == {
         (o, m) for o in ("adamw", "sam") for m in ("average", "ties")

@@ -10,9 +10,10 @@ from mergekit_lab.reporting import read_records
 MERGERS = {"average", "task_arithmetic", "ties", "dare", "fisher", "tsvm", "epimer"}
 
 _SHORTER = (
-    *("progress=false", "training.steps=60", "search.coefficients=[0.7,1.4]"),
-    *(f"suite.tasks.{task}.validation_size=200" for task in ("digits", "mnist", "latin", "style")),
-    *(f"suite.tasks.{task}.test_size=400" for task in ("digits", "mnist", "latin", "style")),
+    *("progress=false", "search.coefficients=[0.7,1.4]"),
+    *("training.steps=60", "training.batch_size=32", "training.validations=1"),
+    *(f"suite.tasks.{task}.validation_size=100" for task in ("digits", "mnist", "latin", "style")),
+    *(f"suite.tasks.{task}.test_size=200" for task in ("digits", "mnist", "latin", "style")),
 )
 """Enough for the order of the rows."""
 
@@ -38,7 +39,7 @@ def test_the_demo_shows_experts_above_every_merger_above_zero_shot(tmp_path: Pat
     assert all(mean["experts"] > mean[merger] > mean["zero-shot"] for merger in MERGERS)
     assert mean["experts"] > 0.9
 
-    assert "evaluations were found in the store" in again
+    assert "evaluations were found in" in again
     assert "were computed" not in again
     assert all(record.reused for record in read_records(tmp_path / "second/records.jsonl"))
     assert len(list((tmp_path / "store/experts").iterdir())) == 4

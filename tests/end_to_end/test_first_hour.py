@@ -97,8 +97,9 @@ def test_a_device_that_is_not_there_is_one_line(device: str) -> None:
         pytest.skip("this machine has it")
     with pytest.raises(InputError) as caught:
         resolve_device(device)
-    assert str(caught.value).startswith(f"device '{device}' is not there: this machine has cpu")
-    assert "\n" not in str(caught.value)
+    (said,) = str(caught.value).splitlines()
+    assert f"'{device}'" in said
+    assert "this machine has cpu" in said
 
 
 def test_warm_up_is_a_share_of_the_steps_whatever_their_number() -> None:
@@ -110,9 +111,7 @@ def test_warm_up_is_a_share_of_the_steps_whatever_their_number() -> None:
     assert (
         whole.describe_content() == TrainingSettings(**{**vars(whole), "warmup_steps": 0.1}).describe_content()
     )
-    with pytest.raises(
-        InputError, match=r"must be a share, 0.0 to 1.0, or a whole number in \[0, training.steps = 10\]"
-    ):
+    with pytest.raises(InputError, match=r"0.0.*1.0,.*\[0, training.steps = 10\]"):
         TrainingSettings(steps=10, batch_size=1, lr=1.0, weight_decay=0.0, warmup_steps=500)
 
 

@@ -85,7 +85,5 @@ def test_out_of_memory_halves_the_samples_at_a_time_and_later_scores_begin_there
 def test_one_sample_that_does_not_fit_says_what_to_set(encoder, head, monkeypatch) -> None:
     objective = tiny_objective(head)
     crowded(objective, 0, monkeypatch)
-    with pytest.raises(
-        InputError, match=r"tiny does not fit .*evaluation_batch_size=1 .*Tried to allocate 2 GiB\).*device=cpu"
-    ):
+    with pytest.raises(InputError, match=r"evaluation_batch_size=1.*Tried.*allocate 2 GiB\).*device=cpu"):
         score(encoder, objective, "test")

@@ -61,7 +61,7 @@ def test_halving_looks_at_all_on_a_share_and_at_few_on_everything() -> None:
 
 def test_refining_finds_a_peak_between_the_grid() -> None:
     coarse = [0.0, 0.5, 1.0]
-    curve = search_halving(coarse, EXPERTS, Curve(), shares=(0.5, 1.0), refine=4)
+    curve = search_halving(coarse, EXPERTS, Curve(), refine=4)
     assert abs(choose_best(curve).coefficient - 0.7) <= 0.07
 
 
@@ -82,12 +82,6 @@ def test_a_dead_expert_is_named_before_anything_is_evaluated(value: float) -> No
         with pytest.raises(InputError, match="experts of b score 0"):
             search(GRID, EXPERTS | {"b": value}, seen)  # type: ignore[operator]
     assert not seen.asked
-
-
-@pytest.mark.parametrize("shares", [(), (0.5,), (1.0, 0.5), (0.0, 1.0)])
-def test_shares_that_do_not_ascend_to_one_are_refused(shares) -> None:
-    with pytest.raises(InputError, match="ascend to 1"):
-        search_halving(GRID, EXPERTS, Curve(), shares=shares)
 
 
 @pytest.mark.parametrize("peak", [-1.0, 9.0])
@@ -138,5 +132,5 @@ def test_cma_es_says_what_it_lacks(monkeypatch) -> None:
     with pytest.raises(InputError, match="at least two weights"):
         search_cma_es(1, {"a": 1.0}, near_optimum, turns=range(3))
     monkeypatch.setitem(sys.modules, "cmaes", None)
-    with pytest.raises(InputError, match=r"needs optuna and cmaes .*pip install 'mergekit_lab\[evolve\]'"):
+    with pytest.raises(InputError, match=r"'mergekit_lab\[evolve\]'"):
         search_cma_es(2, {"a": 1.0}, near_optimum, turns=range(3))

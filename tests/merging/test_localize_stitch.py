@@ -60,12 +60,12 @@ def test_trained_masks_equal_the_original(stored) -> None:
 
 def test_what_cannot_be_is_refused(stored) -> None:
     base, expert = part(stored, "base."), part(stored, "expert.0.")
-    with pytest.raises(InputError, match="LocalizeStitch needs a mask of every expert, which takes the model"):
+    with pytest.raises(InputError, match="LocalizeStitch"):
         merge_state_dicts(base, [expert], LocalizeStitch(learn=LEARN))
-    with pytest.raises(InputError, match=r"density is 0; it must be in \(0, 1\]"):
+    with pytest.raises(InputError, match=r"density is 0.*\(0, 1\]"):
         LocalizeStitch(density=0)
     with pytest.raises(InputError, match="lr is -1; it must be positive"):
         Localization(lr=-1)
     endless = {"head.bias": torch.full((4,), torch.inf)}
-    with pytest.raises(InputError, match=r"the gradient of head\.bias is not finite in epoch 0: lower lr"):
+    with pytest.raises(InputError, match=r"head\.bias.*0.*lr"):
         learn_masks(base, expert, lambda state: endless, LEARN)

@@ -44,9 +44,9 @@ def test_regmean_with_equal_grams_a_large_ridge_or_no_gram_is_the_mean() -> None
     assert relative_error(some, mean) > 1e-2
     assert relative_error(regmean(RegMean(ridge=0.1), deltas, 100 * grams), some) < 1e-12
     assert relative_error(merge_one(RegMean(), deltas, statistics={"gram": [{}] * 3}), mean) < 1e-12
-    with pytest.raises(InputError, match="gram of 0 holds nothing under the names of this model"):
+    with pytest.raises(InputError, match="of 0 holds"):
         merge_one(RegMean(), deltas, name="fc2.weight", statistics={"gram": [{"fc": g} for g in grams]})
-    with pytest.raises(InputError, match=r"gram of 1 and gram of 0 differ in \(fc\)"):
+    with pytest.raises(InputError, match=r"of 1 and.*of 0 differ.*\(fc\)"):
         merge_one(
             RegMean(), deltas, name="fc.weight", statistics={"gram": [{"fc": grams[0]}, {}, {"fc": grams[2]}]}
         )
@@ -57,18 +57,18 @@ def test_regmean_names_the_tensor_whose_grams_are_singular(dtype: torch.dtype) -
     inputs, deltas = draw(2, 20, 5).to(dtype), draw(2, 4, 5, seed=1).to(dtype)
     inputs[..., 4] = inputs[..., 0] - 2 * inputs[..., 1]
     grams = inputs.mT @ inputs
-    with pytest.raises(InputError, match=r"grams of 'fc.weight' are singular \(some inputs are combinations"):
+    with pytest.raises(InputError, match=r"'fc.weight'.*\(some"):
         regmean(RegMean(), deltas, grams)
     assert bool(torch.isfinite(regmean(RegMean(ratio=0.9), deltas, grams)).all())
     inputs[..., 4] = 0
     dead = inputs.mT @ inputs
-    with pytest.raises(InputError, match=r"'fc.weight' are singular \(1 inputs have no positive energy"):
+    with pytest.raises(InputError, match=r"'fc.weight'.*\(1"):
         regmean(RegMean(), deltas, dead)
     assert bool(torch.isfinite(regmean(RegMean(ridge=1e-3), deltas, dead)).all())
 
 
 def test_regmean_names_a_gram_that_does_not_fit_its_weight() -> None:
-    with pytest.raises(InputError, match=r"gram of 'fc.weight' is \[4, 4\] and the tensor \[4, 5\]"):
+    with pytest.raises(InputError, match=r"'fc.weight' is \[4, 4\].*\[4, 5\]"):
         regmean(RegMean(), draw(2, 4, 5), torch.eye(4, dtype=F64).expand(2, 4, 4))
 
 

@@ -261,7 +261,7 @@ def test_what_becomes_of_stacks_and_of_what_is_no_matrix_is_said(method: Method,
 
 def test_factors_of_stacks_are_refused() -> None:
     base, expert = (stack_model(split_model(seed)) for seed in range(2))
-    with pytest.raises(InputError, match=r"down_proj.* mixture's experts: exclude them"):
+    with pytest.raises(InputError, match="down_proj"):
         merge_factors(base, [expert], TSVM())
     specs, _ = merge_factors(base, [expert], TSVM(), exclude=["*.experts.*"])
     assert set(specs) == {

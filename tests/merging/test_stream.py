@@ -72,5 +72,5 @@ def test_other_buffers_that_differ_and_unknown_wishes_are_refused() -> None:
         expert["ids"] = value
     with pytest.raises(InputError, match=r"than the base \(ids\)"):
         merge_state_dicts(base, experts, WeightAverage())
-    with pytest.raises(InputError, match=r"buffers is 'bases'.*did you mean 'base'"):
+    with pytest.raises(InputError, match=r"buffers is 'bases'.*'base'"):
         merge_state_dicts(*models(), WeightAverage(), buffers="bases")

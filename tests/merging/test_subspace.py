@@ -92,14 +92,14 @@ LEFT_OUT = {KnOTS: {"tolerance": 0.0}}
 
 
 def test_what_has_no_coordinates_is_refused() -> None:
-    with pytest.raises(InputError, match="KnOTS merges coordinates, and Fisher reads side inputs"):
+    with pytest.raises(InputError, match=r"KnOTS.*Fisher"):
         KnOTS(inner=Fisher())
     for outer in (DARE, LiNeS):
         with pytest.raises(InputError, match=f"KnOTS cannot be the inner method of {outer.__name__}: make"):
             outer(inner=KnOTS())
     with pytest.raises(InputError, match="preset is 'other'"):
         KnOTS(preset="other")
-    with pytest.raises(InputError, match="tolerance is -1; it must be at least 0"):
+    with pytest.raises(InputError, match=r"tolerance is -1.*least 0"):
         KnOTS(tolerance=-1)
-    with pytest.raises(InputError, match="rank is 0; it must be at least 1"):
+    with pytest.raises(InputError, match=r"rank is 0.*least 1"):
         CoreSpace(rank=0)

@@ -255,7 +255,7 @@ def test_a_gradient_scaler_with_two_evaluations_is_refused(name) -> None:
     start = problem.weights()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(problem.model(problem.x).sum()).backward()
-    with pytest.raises(InputError, match=r"step\(\) needs a closure.*GradScaler.*'bf16-mixed' or float32"):
+    with pytest.raises(InputError, match=r"step\(\).*GradScaler.*'bf16-mixed'.*float32"):
         scaler.step(optimizer)
     assert_equal_bits(problem.weights(), start)
 
@@ -267,7 +267,7 @@ def test_a_gradient_scaler_outside_train_mode_is_refused(name) -> None:
     start = problem.weights()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(problem.model(problem.x).sum()).backward()
-    with pytest.raises(InputError, match=r"without a closure needs train mode.*'bf16-mixed'"):
+    with pytest.raises(InputError, match="'bf16-mixed'"):
         scaler.step(optimizer)
     assert_equal_bits(problem.weights(), start)
 

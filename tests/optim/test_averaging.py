@@ -105,7 +105,7 @@ def test_steps_in_train_mode_stay_there_unless_told_otherwise(make, step) -> Non
 def test_swa_steps_without_a_closure_in_train_mode() -> None:
     problem = Problem()
     optimizer = SWA(problem.model.named_parameters(), base=BASES["adamw"], steps=4, start=0)
-    with pytest.raises(InputError, match=r"SWA\.step\(\) without a closure needs train mode.*'bf16-mixed'"):
+    with pytest.raises(InputError, match=r"SWA\.step\(\).*'bf16-mixed'"):
         optimizer.step()
     optimizer.train()
     for _ in range(4):

@@ -260,10 +260,10 @@ def test_a_fisher_that_does_not_fit_is_refused() -> None:
     fisher["scale"] = torch.zeros(2)
     del fisher["fc2.bias"]
     optimizer = SSAMF(problem.model.named_parameters(), BASES["sgd"])
-    with pytest.raises(InputError, match=r"missing or has another shape for fc2\.bias, scale"):
+    with pytest.raises(InputError, match=r"fc2\.bias, scale"):
         optimizer.use_fisher(fisher)
     unnamed = SSAMF(problem.model.parameters(), BASES["sgd"])
-    with pytest.raises(InputError, match=r"build SSAMF from model\.named_parameters\(\)"):
+    with pytest.raises(InputError, match=r"SSAMF.*model\.named_parameters\(\)"):
         unnamed.use_fisher(fisher)
 
 
@@ -295,5 +295,5 @@ def test_rwp_with_and_without_closure_give_the_same_weights() -> None:
 @pytest.mark.parametrize("make", [partial(RWP, alpha=0.5)], ids=["rwp"])
 def test_two_evaluations_have_no_train_mode(make) -> None:
     optimizer = make(Problem().model.named_parameters(), base=BASES["sgd"])
-    with pytest.raises(InputError, match=r"RWP evaluates 2 times per step.*call step\(closure\) in eval mode"):
+    with pytest.raises(InputError, match=r"RWP evaluates 2 times.*step\(closure\)"):
         optimizer.train()

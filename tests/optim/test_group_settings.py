@@ -179,7 +179,7 @@ def test_an_option_that_the_base_has_too_is_the_base_s() -> None:
 @pytest.mark.parametrize(
     ("make", "group", "message"),
     [
-        (SAM, {"rho": -0.1}, r"rho of group 1 is -0\.1; it must be"),
+        (SAM, {"rho": -0.1}, r"rho.*group 1 is -0\.1"),
         (SAM, {"ascent_fraction": 0.5}, r"group 1 .*ascent_fraction.*set rho\)"),
         (partial(SWA, steps=5), {"every": 2}, r"every.*none of its own"),
         (MergOPT, {"scale": 0.1}, r"sets scale"),
@@ -223,7 +223,7 @@ def test_to_maximize_is_to_minimize_the_negative_bit_for_bit(make, base) -> None
 
 def test_the_worst_offset_of_groups_that_disagree_about_worse_is_refused() -> None:
     groups = halves(Problem(), maximize=(False, True))
-    with pytest.raises(InputError, match="set maximize alike in all groups, or worst_of=1"):
+    with pytest.raises(InputError, match="worst_of=1"):
         MergOPT(groups, base=BASES["sgd"], worst_of=2)
 
 
@@ -238,6 +238,6 @@ def test_a_parameter_that_is_listed_twice_is_refused_by_name(make) -> None:
         with pytest.raises(InputError, match=r"listed twice: w\.weight"):
             make(parameters, base=BASES["sgd"])
     optimizer = make([("w.weight", w)], base=BASES["sgd"])
-    with pytest.raises(InputError, match=r"in the optimizer already.*w\.weight"):
+    with pytest.raises(InputError, match=r"optimizer.*w\.weight"):
         optimizer.add_param_group({"params": [("w.weight", w)]})
     assert len(optimizer.param_groups) == 1

@@ -166,7 +166,7 @@ def test_gradients_that_no_step_has_used_are_refused_until_they_are_dropped(make
     start = problem.weights()
     problem.closure()
     for _ in range(2):
-        with pytest.raises(InputError, match=r"fc1\.bias.* inside the closure.*call optimizer\.zero_grad\(\)"):
+        with pytest.raises(InputError, match=r"fc1\.bias.*optimizer\.zero_grad\(\)"):
             optimizer.step(problem.closure)
         assert_equal_bits(problem.weights(), start)
     optimizer.zero_grad()
@@ -286,7 +286,7 @@ def test_a_sparse_gradient_is_refused_by_name_and_leaves_the_weights(make) -> No
         loss.backward()
         return loss
 
-    with pytest.raises(InputError, match=r"needs dense gradients, these are sparse: weight\. .*sparse=False"):
+    with pytest.raises(InputError, match=r"weight\..*sparse=False"):
         optimizer.step(closure)
     assert torch.equal(model.weight, start)
 

@@ -84,7 +84,7 @@ class Unprepared(Lit):
 def test_accumulation_in_a_module_that_does_not_ask_is_refused_at_its_first_step(make) -> None:
     problem = Problem()
     start = problem.weights()
-    with pytest.raises(InputError, match=r"accumulate_grad_batches.* inside the closure"):
+    with pytest.raises(InputError, match="accumulate_grad_batches"):
         fit(Unprepared(problem, partial(make, base=ADAMW)), 3, parts=2, precision="64-true")
     assert_equal_bits(problem.weights(), start)
 

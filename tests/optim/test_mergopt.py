@@ -102,7 +102,7 @@ def test_step_without_closure_is_refused_in_eval_mode() -> None:
     problem, optimizer = build()
     problem.closure()
     start = problem.weights()
-    with pytest.raises(InputError, match=r"call optimizer\.train\(\) before the forward pass.*16-mixed"):
+    with pytest.raises(InputError, match=r"optimizer\.train\(\).*16-mixed"):
         optimizer.step()
     assert_equal_bits(problem.weights(), start)
 
@@ -135,7 +135,7 @@ def test_loading_in_train_mode_is_refused() -> None:
     state = optimizer.state_dict()
     optimizer.train()
     away = problem.weights()
-    with pytest.raises(InputError, match=r"call optimizer\.eval\(\) before load_state_dict"):
+    with pytest.raises(InputError, match=r"optimizer\.eval\(\).*load_state_dict"):
         optimizer.load_state_dict(state)
     assert_equal_bits(problem.weights(), away)
 
@@ -179,7 +179,7 @@ def test_a_sparse_gradient_is_refused_without_a_closure_too() -> None:
     optimizer = MergOPT(model.named_parameters(), base=BASES["sgd"])
     optimizer.train()
     model(torch.tensor([1, 3])).sum().backward()
-    with pytest.raises(InputError, match="needs dense gradients, these are sparse: weight"):
+    with pytest.raises(InputError, match="needs dense gradients, these"):
         optimizer.step()
 
 
@@ -399,7 +399,7 @@ def test_a_closure_that_returns_no_loss_is_refused_and_leaves_theta() -> None:
     problem = Problem()
     optimizer = stronger(problem.model.named_parameters(), BASES["sgd"], worst_of=2)
     start = problem.weights()
-    with pytest.raises(InputError, match=r"worst_of=2\) compares losses, and the closure returned a NoneType"):
+    with pytest.raises(InputError, match=r"worst_of=2\).*NoneType"):
         optimizer.step(lambda: None)
     assert_equal_bits(problem.weights(), start)
     assert optimizer.steps_done == 0
@@ -408,7 +408,7 @@ def test_a_closure_that_returns_no_loss_is_refused_and_leaves_theta() -> None:
 def test_several_candidates_have_no_train_mode() -> None:
     optimizer = stronger(Problem().model.named_parameters(), BASES["sgd"], worst_of=3)
     assert optimizer.evaluations_per_step == 4
-    with pytest.raises(InputError, match=r"MergOPT evaluates 4 times per step.*call step\(closure\)"):
+    with pytest.raises(InputError, match=r"MergOPT evaluates 4 times.*step\(closure\)"):
         optimizer.train()
     with pytest.raises(InputError, match=r"MergOPT\.step\(\) without a closure"):
         optimizer.step()

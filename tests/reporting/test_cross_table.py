@@ -116,14 +116,14 @@ def test_csv_holds_fractions_and_deviations(records) -> None:
 @pytest.mark.parametrize(
     ("table", "measure", "match"),
     [
-        ("optimizers×merger", "value", "'optimizers' is not a dimension.*optimizer"),
+        ("optimizers×merger", "value", "'optimizers'.*optimizer"),
         ("optimizer", "value", "must be two dimensions"),
         ("optimizer×optimizer", "value", "must be two dimensions"),
         ("optimizer×merger", "accuracy", "metric is 'accuracy'"),
         ("merger×task", "value", "leaves optimizer open"),
-        ("optimizer×task", "value", "leaves merger open.*@merger:VALUE"),
-        ("optimizer×task@merger:merger9", "value", "no record has merger 'merger9'"),
-        ("optimizer×task@mergr:merger1", "value", "'mergr' is not a dimension.*'merger'"),
+        ("optimizer×task", "value", "merger.*@merger:VALUE"),
+        ("optimizer×task@merger:merger9", "value", "merger 'merger9'"),
+        ("optimizer×task@mergr:merger1", "value", "'mergr'.*'merger'"),
         ("optimizer×task@task:task1@merger:merger1", "value", "after @ comes another dimension"),
         ("optimizer×task@merger:merger1@merger:merger2", "value", "after @ comes another dimension"),
         ("optimizer×task@merger", "value", "after @ comes another dimension"),
@@ -145,7 +145,7 @@ def test_models_of_one_label_are_told_apart_as_in_the_leaderboard_and_never_aver
     by_key = [record(model_key=key * 8, evaluation_key=key) for key in "pq"]
     assert tabulate_across(by_key, "merger×task").rows == ("ties (pppppppp)", "ties (qqqqqqqq)")
     experts = [record(kind="expert", evaluation_key=key) for key in "pq"]
-    with pytest.raises(InputError, match="experts, dtd: dtd, seed 0, has several evaluations"):
+    with pytest.raises(InputError, match="dtd, seed 0, has"):
         tabulate_across(experts, "merger×task")
 
 

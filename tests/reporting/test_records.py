@@ -42,10 +42,10 @@ def test_row_labels(record, kind, label):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "merge"}, "unknown kind 'merge'; did you mean 'merged'"),
-        ({"merger": None}, "kind 'merged' with merger None"),
-        ({"model": "a"}, "with model .a.: only checkpoints have a name"),
-        ({"value": 85.3}, "value is 85.3; values are fractions"),
+        ({"kind": "merge"}, "'merge'.*'merged'"),
+        ({"merger": None}, "'merged'.*merger None"),
+        ({"model": "a"}, "with model .a."),
+        ({"value": 85.3}, "value is 85.3"),
         ({"expert_value": float("nan")}, "expert_value is nan"),
         ({"wall_seconds": -1.0}, "wall_seconds is -1.0"),
     ],
@@ -59,16 +59,16 @@ def test_impossible_records_are_refused(record, changes, message):
     ("change", "message"),
     [
         (lambda entry: "{broken", "line 2: Expecting property name"),
-        (lambda entry: "[1]", "line 2: a record is a JSON object, not list"),
-        (lambda entry: json.dumps({**entry, "sed": 1}), "line 2: unknown fields sed; did you mean 'seed'"),
+        (lambda entry: "[1]", "record is a JSON"),
+        (lambda entry: json.dumps({**entry, "sed": 1}), "did you mean 'seed'"),
         (
             lambda entry: json.dumps({k: v for k, v in entry.items() if k != "task"}),
             "line 2: missing fields task",
         ),
-        (lambda entry: json.dumps({**entry, "seed": "0"}), "line 2: field 'seed' is '0', not int"),
-        (lambda entry: json.dumps({**entry, "seed": True}), "line 2: field 'seed' is True, not int"),
-        (lambda entry: json.dumps({**entry, "coefficient": "a"}), "'coefficient' is 'a', not float or null"),
-        (lambda entry: json.dumps({**entry, "value": 2}), "line 2: record of task 'dtd': value is 2"),
+        (lambda entry: json.dumps({**entry, "seed": "0"}), "2.*'seed' is '0'"),
+        (lambda entry: json.dumps({**entry, "seed": True}), "2.*'seed' is True"),
+        (lambda entry: json.dumps({**entry, "coefficient": "a"}), "'coefficient' is 'a'"),
+        (lambda entry: json.dumps({**entry, "value": 2}), "2.*'dtd'.*value is 2"),
     ],
 )
 def test_a_broken_line_is_named_with_file_and_line(tmp_path, record, change, message):

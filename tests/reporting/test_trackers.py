@@ -145,7 +145,7 @@ def test_tensorboards_files_hold_metrics_the_leaderboard_and_figures_by_job(tmp_
 
 def test_without_the_library_tensorboard_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
-    with pytest.raises(InputError, match=r"pip install 'mergekit_lab\[tensorboard\]'"):
+    with pytest.raises(InputError, match=r"'mergekit_lab\[tensorboard\]'"):
         TensorBoardTracker()
 
 

@@ -25,5 +25,5 @@ def test_every_analysis_has_its_figure_there() -> None:
 
 def test_without_the_library_it_says_what_to_install(monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "wandb_workspaces.reports.v2", None)
-    with pytest.raises(InputError, match=r"pip install 'mergekit_lab\[dashboard\]'"):
+    with pytest.raises(InputError, match=r"'mergekit_lab\[dashboard\]'"):
         build_dashboard("p", "team")

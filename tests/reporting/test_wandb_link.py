@@ -118,13 +118,11 @@ def test_links_are_told_once_for_every_run_of_a_sweep_after_the_upload(tmp_path)
     api = Api({f"me/p/{EXPERT}": "A"})
     assert link([tmp_path], api) == 1
     assert api.told == [("me/p/s", f"me/p/{EXPERT}")]
-    with pytest.raises(InputError, match="digest B, and A was made here"):
+    with pytest.raises(InputError, match="digest B, and A"):
         link([tmp_path], Api({f"me/p/{EXPERT}": "B"}))
-    with pytest.raises(
-        InputError, match=r"no artifact me/p/experts-digits-adamw-s0:a .*run `wandb sync` first"
-    ):
+    with pytest.raises(InputError, match=r"me/p/experts-digits-adamw-s0:a.*`wandb sync`"):
         link([tmp_path], Api({}))
-    with pytest.raises(InputError, match="no offline run of logger=wandb was here"):
+    with pytest.raises(InputError, match="logger=wandb"):
         link([tmp_path / "store"], api)
 
 

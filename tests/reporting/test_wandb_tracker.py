@@ -162,7 +162,7 @@ def test_after_one_start_that_failed_online_a_tracker_stays_offline_and_warns_on
     assert asked == [("online", "finetune"), ("offline", "finetune-offline"), ("offline", "merge")]
     assert set(timeouts) == {15.0}
     (warning,) = warnings_of(caplog)
-    assert "online start failed (no route); the run is tracked offline" in warning
+    assert "start failed (no route)" in warning
 
 
 def test_a_broken_wandb_costs_one_warning_and_never_the_run(asked_modes, tmp_path, record, caplog):
@@ -270,7 +270,7 @@ def test_what_needs_the_server_says_which_key_to_set(server, monkeypatch, tmp_pa
     arguments = {"wandb_link": [str(tmp_path)], "wandb_dashboard": ["--entity", "team"]}[module]
     monkeypatch.setattr("sys.argv", [module, *arguments])
     monkeypatch.setattr("mergekit_lab.reporting.wandb_dashboard.build_dashboard", lambda *_: None)
-    with pytest.raises(SystemExit, match="run `wandb login`, or set WANDB_API_KEY"):
+    with pytest.raises(SystemExit, match=r"`wandb login`,.*WANDB_API_KEY"):
         import_module(f"mergekit_lab.reporting.{module}").main()
     with pytest.raises(BlockingIOError):
         server.accept()

@@ -103,8 +103,9 @@ def inputs(tmp_path_factory):
 
 
 @beside_harness
-def test_scores_are_those_of_the_harness_s_own_command_line(inputs, tmp_path) -> None:
+def test_scores_are_those_of_the_harness_s_own_command_line(inputs, tmp_path, monkeypatch, capfd) -> None:
     """Models in memory, whatever their batch; the command loads the folder."""
+    monkeypatch.chdir(tmp_path)
     arguments = [
         "--model", "hf", "--model_args", f"pretrained={inputs}/names,dtype=float32",
         "--tasks", "pick,say,group",
@@ -127,6 +128,7 @@ def test_scores_are_those_of_the_harness_s_own_command_line(inputs, tmp_path) ->
         )
         assert ours.count == 9
         assert list(ours.samples) == (list(metrics) if name == "pick" else [])
+    assert "fatal" not in capfd.readouterr().err, "git's, where there is no repository"
     assert len({*ours.metrics.values(), 0.0, 1.0}) == 3, "a value that a broken harness would give too"
 
 
@@ -159,13 +161,13 @@ def test_settings_and_models_mean_what_they_mean_to_the_harness(inputs, tmp_path
 @beside_harness
 def test_what_records_cannot_hold_and_what_is_not_there_is_refused(inputs, tmp_path) -> None:
     backbone, include = tiny_backbone(inputs / "base", "llama"), str(inputs / "tasks")
-    with pytest.raises(InputError, match=r"read: records hold .* measures word_perplexity"):
+    with pytest.raises(InputError, match="word_perplexity"):
         score_with_harness(
             backbone.make_model(), backbone.load_tokenizer(), HarnessTask("read", include_path=include)
         )
-    with pytest.raises(InputError, match="has no task 'pik'; did you mean 'pick'"):
+    with pytest.raises(InputError, match=r"'pik'.*'pick'"):
         HarnessTask("pik", include_path=include).describe_content()
-    with pytest.raises(InputError, match=r"'ai2_arc' is a group .* name its tasks .arc_challenge, arc_easy"):
+    with pytest.raises(InputError, match=r"'ai2_arc'.*.arc_challenge, arc_easy"):
         HarnessTask("ai2_arc", include_path=include).describe_content()
     write_task(tmp_path, "gone", output_type="multiple_choice")
     with pytest.raises(InputError, match=r"cannot load 'gone'"):
@@ -232,7 +234,7 @@ def test_without_the_package_its_extra_is_named(monkeypatch) -> None:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr("mergekit_lab.tasks.harness.metadata.version", lacking)
-    with pytest.raises(InputError, match=r"pip install 'mergekit_lab\[lm_eval\]'"):
+    with pytest.raises(InputError, match=r"'mergekit_lab\[lm_eval\]'"):
         HarnessTask("gsm8k").describe_content()
 
 
@@ -261,26 +263,26 @@ def test_tasks_and_checkpoints_are_written_out_with_settings_of_their_own(tmp_pa
     [
         (
             ["suite.num_fewshot={gsm9k: 8}"],
-            "suite.num_fewshot names 'gsm9k', which is not a task; did you mean",
+            "suite.num_fewshot.*'gsm9k'",
         ),
-        (["suite.lm_eval_tasks=[]"], "suite.lm_eval_tasks is empty"),
-        (["suite.num_fewshot=-1"], "num_fewshot is -1; it must be at least 0"),
-        (["suite.limit=0"], "limit is 0; it must be above 0"),
+        (["suite.lm_eval_tasks=[]"], "suite.lm_eval_tasks"),
+        (["suite.num_fewshot=-1"], "num_fewshot is -1.*least 0"),
+        (["suite.limit=0"], "limit is 0.*above 0"),
         (["suite.batch_size=most"], "batch_size is 'most'"),
-        ([], "have no part to learn or choose from: name experts="),
+        ([], "name experts="),
         (["experts=[a,b]", "joint=true"], "set joint=false"),
-        (["experts=[a,b]", "merger=task_arithmetic"], "coefficient is open: search.coefficients="),
-        (["experts=[a,b]", "merger=fisher", "search.coefficients=[]"], "fisher reads fisher of training parts"),
+        (["experts=[a,b]", "merger=task_arithmetic"], "coefficient.*search.coefficients="),
+        (["experts=[a,b]", "merger=fisher", "search.coefficients=[]"], "fisher reads fisher of"),
         (
             ["experts=[a,b]", "merger=emr", "search.coefficients=[]"],
-            "EMR makes a model for every expert's task",
+            "EMR makes a model",
         ),
         (["experts=[a,b]", "stage=analyze"], "analyses read"),
         (
             ["models=[a,b]", "backbone=hf_encoder"],
-            "asks models that continue a text, and this backbone is a TextEncoder",
+            "backbone.*TextEncoder",
         ),
-        (["models=[a,b]", "merger=average"], "models= are scored as they are: leave experts and mergers out"),
+        (["models=[a,b]", "merger=average"], "models= are scored as"),
     ],
 )
 def test_what_the_harness_cannot_give_is_refused_with_the_way_out(arguments, message, tmp_path) -> None:
@@ -305,4 +307,4 @@ def test_checkpoints_of_any_architecture_are_scored_on_our_tasks_too(inputs, tmp
     table = build_table(records)
     assert [row.label for row in table.rows] == ["mine", "theirs"]
     assert any("÷ the best checkpoint" in note for note in table.notes)
-    assert "mine and theirs were scored on 1 task (sums)." in (tmp_path / "run/summary.md").read_text()
+    assert "on 1 task (sums)." in (tmp_path / "run/summary.md").read_text()

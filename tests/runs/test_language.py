@@ -110,9 +110,9 @@ def test_epochs_may_name_tasks_that_are_left_out_but_no_slip(folders, tmp_path) 
 
     assert plan_settings(made("{stories: 2, quantities_old: 3, quantities: 1}"), "stories").steps == 12
     for epochs in ("{storeis: 1}", "{storeis: 1, quantities: 2}"):
-        with pytest.raises(InputError, match="'storeis' is not a task of this run; did you mean 'stories'"):
+        with pytest.raises(InputError, match=r"'storeis'.*'stories'"):
             made(epochs)
-    with pytest.raises(InputError, match="'elsewhere' is not a task of this run"):
+    with pytest.raises(InputError, match="'elsewhere'"):
         made("{elsewhere: 1}")
 
 
@@ -121,9 +121,9 @@ def test_epochs_may_name_tasks_that_are_left_out_but_no_slip(folders, tmp_path) 
     [
         (
             ["training.batch_size=6", "training.accumulate=2"],
-            r"make training.batch_size a multiple of 4 for each task",
+            "training.batch_size.*of 4 for",
         ),
-        (["training.batch_size=1"], "cannot share 1 samples per task"),
+        (["training.batch_size=1"], "share 1 samples"),
         (
             ["training.accumulate=2", "backbone.packing=true"],
             "different numbers of rows",
@@ -260,8 +260,8 @@ def test_a_language_model_and_images_are_told_that_they_do_not_go_together(folde
     cfg, choices = composed(
         ["backbone=hf_causal", f"backbone.source={folders['llama']}", f"store.root={tmp_path}"]
     )
-    with pytest.raises(InputError, match="a language model reads text, and task 'digits' is a Digits"):
+    with pytest.raises(InputError, match=r"'digits'.*Digits"):
         Run(cfg, tmp_path, choices)
     cfg, choices = composed(["suite=word_problems", f"store.root={tmp_path}"])
-    with pytest.raises(InputError, match="glyph-clip reads images, and task 'stories' is a WordProblems"):
+    with pytest.raises(InputError, match=r"glyph-clip.*'stories'.*WordProblems"):
         Run(cfg, tmp_path, choices)

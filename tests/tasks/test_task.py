@@ -36,12 +36,12 @@ def test_a_part_is_built_once_for_equal_tasks():
 
 
 def test_an_unknown_part_is_refused_with_the_nearest_name():
-    with pytest.raises(InputError, match=r"no part 'tests'; did you mean 'test'"):
+    with pytest.raises(InputError, match=r"'tests'.*'test'"):
         Brightness().load_samples("tests")  # type: ignore[arg-type]
 
 
 def test_labels_beyond_the_class_names_are_refused():
-    with pytest.raises(InputError, match=r"names 2 classes, but labels of 'train' span 1 … 2"):
+    with pytest.raises(InputError, match=r"names 2 classes,.*'train' span 1 … 2"):
         Brightness(shift=1).load_samples("train")
 
 

@@ -92,14 +92,14 @@ def test_a_part_smaller_than_a_batch_is_gone_through_again_and_again() -> None:
 
 
 def test_nothing_to_train_on_is_refused() -> None:
-    with pytest.raises(InputError, match="batch_size=2 gives each task 1 samples per step, fewer than the 2"):
+    with pytest.raises(InputError, match=r"batch_size=2.*task 1 samples.*the 2"):
         StepBatches({"a": data(3), "b": data(3)}, 2, 1, seed=0, world=2)
 
     class Empty(TinyTask):
         def count(self, part) -> int:
             return 0
 
-    with pytest.raises(InputError, match=r"the training part of \(a\) holds no sample"):
+    with pytest.raises(InputError, match=r"training part of \(a\)"):
         StepBatches({"a": ImageObjective(Empty(), HEAD)}, 4, 1, seed=0)
 
 

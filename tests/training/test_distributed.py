@@ -79,7 +79,7 @@ def test_a_local_ascent_equals_one_written_out(ranks) -> None:
 
 def test_a_local_ascent_without_the_model_is_refused(ranks) -> None:
     for rank in ranks:
-        assert "call optimizer.attach(model) with the DistributedDataParallel" in rank["not attached"]
+        assert "optimizer.attach(model) with the DistributedDataParallel" in rank["not attached"]
 
 
 @pytest.mark.parametrize("name", distributed.PER_RANK)

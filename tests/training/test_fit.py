@@ -192,9 +192,7 @@ def test_what_training_held_is_free_when_it_has_ended(tmp_path, head, name) -> N
 
 
 def test_a_diverging_run_stops_with_its_step_and_learning_rate(tmp_path, head) -> None:
-    with pytest.raises(
-        InputError, match=r"a is not finite at step 1 of 12 \(learning rate 0.005; there is no checkpoint"
-    ):
+    with pytest.raises(InputError, match=r"step 1 of 12 \(learning.*0.005"):
         run(tmp_path, head * float("nan"))
 
 
@@ -209,7 +207,7 @@ def test_the_schedule_warms_up_linearly_and_ends_at_zero() -> None:
 def test_a_linear_schedule_falls_evenly_after_its_warm_up_and_a_constant_one_stays() -> None:
     assert [compute_rate(step, 8, 2, "linear") for step in (0, 1, 2, 5, 8)] == [0.5, 1.0, 1.0, 0.5, 0.0]
     assert [compute_rate(step, 8, 0, "constant") for step in (0, 4, 8)] == [1.0, 1.0, 1.0]
-    with pytest.raises(InputError, match=r"schedule is 'linera'; did you mean 'linear'"):
+    with pytest.raises(InputError, match=r"schedule is 'linera'.*'linear'"):
         TrainingSettings(steps=1, batch_size=1, lr=1.0, weight_decay=0.0, schedule="linera")
 
 
@@ -224,14 +222,14 @@ def test_the_last_validation_follows_the_last_step(steps: int, asked: int, every
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"steps": 0}, "training.steps is 0; it must be a whole number of at least 1"),
-        ({"lr": 1e38}, r"training.lr is 1e\+38; it must be a number from 0 to 1e\+30"),
+        ({"steps": 0}, "training.steps is 0.*least 1"),
+        ({"lr": 1e38}, r"training.lr is 1e\+38.*from 0 to 1e\+30"),
         ({"lr": -1.0}, "training.lr is -1.0"),
         ({"warmup_steps": 13}, r"in \[0, training.steps = 12\]"),
-        ({"clip_norm": 0.0}, "training.clip_norm is 0.0; it must be positive"),
+        ({"clip_norm": 0.0}, "training.clip_norm is 0.0"),
         ({"label_smoothing": 1.0}, r"in \[0, 1\)"),
         ({"precision": "16-mixed"}, "fp16"),
-        ({"keep": "first"}, "keep is 'first'; known: best, last"),
+        ({"keep": "first"}, "keep is 'first'"),
     ],
 )
 def test_settings_out_of_range_are_refused_by_name(changes, match: str) -> None:

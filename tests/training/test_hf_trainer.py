@@ -97,11 +97,18 @@ def with_lightning(make: Any) -> Problem:
     return problem
 
 
-@every_optimizer
-def test_plain_torch_lightning_and_transformers_train_to_the_same_weights(make, tmp_path) -> None:
+@pytest.fixture(scope="module", params=ONE_EVALUATION.values(), ids=ONE_EVALUATION.keys())
+def trained(request, tmp_path_factory) -> tuple[Any, dict[str, Tensor], Path]:
+    """An optimizer, the weights after transformers trained with it, and the folder of its checkpoints."""
+    folder = tmp_path_factory.mktemp("trained")
+    return request.param, with_transformers(request.param, folder).weights(), folder
+
+
+def test_plain_torch_lightning_and_transformers_train_to_the_same_weights(trained) -> None:
+    make, weights, _ = trained
     wanted = plain(make).weights()
     assert_equal_bits(with_lightning(make).weights(), wanted)
-    assert_equal_bits(with_transformers(make, tmp_path).weights(), wanted)
+    assert_equal_bits(weights, wanted)
 
 
 def test_plain_torch_and_lightning_train_sam_to_the_same_weights() -> None:
@@ -109,25 +116,23 @@ def test_plain_torch_and_lightning_train_sam_to_the_same_weights() -> None:
     assert_equal_bits(with_lightning(make).weights(), plain(make).weights())
 
 
-@every_optimizer
-def test_every_saved_checkpoint_has_the_weights_to_keep(make, tmp_path) -> None:
-    with_transformers(make, tmp_path)
+def test_every_saved_checkpoint_has_the_weights_to_keep(trained) -> None:
+    make, _, folder = trained
     for step in range(1, STEPS + 1):
-        saved = load_file(tmp_path / f"checkpoint-{step}" / "model.safetensors")
+        saved = load_file(folder / f"checkpoint-{step}" / "model.safetensors")
         wanted = plain(make, step).weights()
         assert_equal_bits({name: saved[f"net.{name}"] for name in wanted}, wanted)
 
 
-@every_optimizer
-def test_resumed_from_a_checkpoint_equals_uninterrupted(make, tmp_path) -> None:
-    with_transformers(make, tmp_path)
+def test_resumed_from_a_checkpoint_equals_uninterrupted(trained, tmp_path) -> None:
+    make, _, folder = trained
     problem = Problem(torch.float32, seed=0)
     with torch.no_grad():
         for p in problem.model.parameters():
             p.zero_()
     optimizer = make(problem.model.named_parameters())
     again = trainer(WithLoss(problem), rows(problem), optimizer, tmp_path / "again")
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
     assert_equal_bits(problem.weights(), plain(make).weights())
 
 
@@ -204,9 +209,7 @@ def test_two_evaluations_are_refused_before_the_first_step(tmp_path) -> None:
     start = problem.weights()
     optimizer = SAM(problem.model.named_parameters(), base=ADAMW)
     run = trainer(WithLoss(problem), rows(problem), optimizer, tmp_path)
-    with pytest.raises(
-        InputError, match=r"SAM evaluates 2 times per step, but transformers' Trainer evaluates once"
-    ):
+    with pytest.raises(InputError, match=r"SAM evaluates 2 times.*Trainer"):
         run.train()
     assert_equal_bits(problem.weights(), start)
 
@@ -219,7 +222,7 @@ def test_accumulation_is_refused_behind_accelerate_s_wrapper_too() -> None:
     _, wrapped = Accelerator(cpu=True).prepare(problem.model, optimizer)
     assert count_gradient_evaluations(wrapped) == 2
     refuse_accumulation(wrapped, 1)
-    with pytest.raises(InputError, match=r"SAM evaluates its batch 2 times.*the last of 3 accumulated"):
+    with pytest.raises(InputError, match=r"SAM.*batch 2 times.*of 3 accumulated"):
         refuse_accumulation(wrapped, 3)
 
 

@@ -228,25 +228,15 @@ def draw_best(
         }
 
     left_out = without(task for point in points for task in point.get("left_out", ()))
+    shown = (
+        (f"best coefficient, {part}{left_out}", "value (% of the experts')", "normalized", 100.0),
+        ("the coefficient", "α", "coefficient", 1.0),
+    )
     panels: list[Any] = [
         Lines(
-            f"best coefficient, {part}{left_out}",
-            x,
-            "value (% of the experts')",
-            curve("normalized", 100.0),
-            logarithmic_x=logarithmic,
-            mergers=True,
-            spreads=spread("normalized", 100.0),
-        ),
-        Lines(
-            "the coefficient",
-            x,
-            "α",
-            curve("coefficient", 1.0),
-            logarithmic_x=logarithmic,
-            mergers=True,
-            spreads=spread("coefficient", 1.0),
-        ),
+            name, x, y, curve(of, factor), logarithmic_x=logarithmic, mergers=True, spreads=spread(of, factor)
+        )
+        for name, y, of, factor in shown
     ]
     return Drawing(title, panels, {})
 
