@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from mergekit_lab.errors import InputError, say_bytes
 from mergekit_lab.paths import find_default_store
+from mergekit_lab.reporting import strip_controls
 from mergekit_lab.schema.check import build, check_group
 from mergekit_lab.schema.store import StoreSettings
 from mergekit_lab.store import Artifact, Store
@@ -25,6 +26,7 @@ from mergekit_lab.store.upkeep import (
     find_nearest,
     find_unreadable,
     is_older,
+    measure_size,
     remove,
 )
 
