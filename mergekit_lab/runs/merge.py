@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mergekit_lab.checkpoints import (
     LowRankRecord,
     ShardedWriter,
@@ -21,12 +19,13 @@ from mergekit_lab.checkpoints import (
     write_files,
     write_tensors,
 )
+from mergekit_lab.memory import read_peak_memory, reset_peak_memory
 from mergekit_lab.merging import AdaMerging, Method, merge_factors
 from mergekit_lab.runs.combine import merge_content, merge_experts, merge_inputs
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.learn import COEFFICIENTS, coefficients_node, is_learned
 from mergekit_lab.runs.mergers import Merger, say_fields
-from mergekit_lab.runs.models import TASK_FACTORS, Model, read_peak_memory
+from mergekit_lab.runs.models import TASK_FACTORS, Model
 from mergekit_lab.runs.nodes import Node, declare, walk
 from mergekit_lab.runs.run import MODEL, Run, say_seconds
 from mergekit_lab.runs.search import read_coefficient, read_fields, search_node
@@ -117,7 +116,7 @@ def _log(run: Run, node: Node, artifact: Artifact) -> None:
 
 
 def _write_task_factors(run: Run, method: Method, folder: Path) -> None:
-    """What makes every task's own model of the base."""
+    """Write the factors from which each task's own model is made."""
     folder.mkdir()
     base = open_checkpoint(run.base_state, "the base")
     experts = {task: run.need(expert_node(run, task)).find_file(MODEL) for task in run.experts}
@@ -139,8 +138,7 @@ def _merge(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
         learned = run.need(coefficients_node(run, merger.label)).find_file(COEFFICIENTS)
         method = AdaMerging(weights=json.loads(learned.read_text()))
     notes: dict[str, dict[str, object]] = {}
-    if run.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(run.device)
+    reset_peak_memory(run.device)
     write_tensors(workspace.out / MODEL, merge_experts(run, method, notes=notes))
     if method.by_task:
         _write_task_factors(run, method, workspace.out / TASK_FACTORS)
