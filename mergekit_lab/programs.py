@@ -34,8 +34,8 @@ def start(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: 
         What a run returns to a sweeper.
 
     Raises:
-        InputError: a user's mistake. `failure.json` says so, with two exceptions: results of an earlier run stay
-            as they are, and a folder that nobody named is not created for it.
+        InputError: a user's mistake. `failure.json` says so, with two exceptions: results of an earlier run
+            stay as they are, and a folder that nobody named is not created for it.
     """
     with leave_failures(cfg, folder, overrides):
         if cfg.get("command") in COMMANDS:
