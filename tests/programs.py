@@ -24,6 +24,7 @@ from typing import IO, Any
 
 _SERVER = """
 import atexit, gc, json, multiprocessing.util, os, pathlib, runpy, select, signal, socket, sys
+import unittest.mock
 sys.path.insert(0, "")
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 import hydra.main, lightning, open_clip, transformers
@@ -35,6 +36,7 @@ import backbone, composing, pictures
 sys.path.pop(0)
 pictures.leave_undrawn().start()
 small = backbone.be_small(backbone.write_small(own))
+unittest.mock.patch("mergekit_lab.store.store.sync_to_disk").start()
 composing.composed([])
 composing.HydraConfig.instance().cfg = None
 composing.GlobalHydra.instance().clear()

@@ -1,5 +1,7 @@
 """What Hydra complains of becomes one line with the nearest name."""
 
+import re
+
 import pytest
 from composing import composed
 from hydra.errors import HydraException
@@ -11,18 +13,18 @@ from mergekit_lab.command_line import check_config_files, explain, translate
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["+experiment=quikstart"], "'quikstart'.*'quickstart'?"),
-        (["+experiment=merge_checkpoint"], "'merge_checkpoints'?"),
-        (["merger=tiess"], "merger 'tiess'.*'ties'?"),
-        (["optimizer=adamww"], "optimizer 'adamww'.*'adamw'?"),
-        (["+experiment=merge_checkpoints", "merger=tiess"], "did you mean 'ties'?"),
-        (["training.step=20"], "'training.step'.*'steps'?"),
+        (["+experiment=quikstart"], "'quikstart'.*'quickstart'"),
+        (["+experiment=merge_checkpoint"], "'merge_checkpoints'"),
+        (["merger=tiess"], "merger 'tiess'.*'ties'"),
+        (["optimizer=adamww"], "optimizer 'adamww'.*'adamw'"),
+        (["+experiment=merge_checkpoints", "merger=tiess"], "did you mean 'ties'"),
+        (["training.step=20"], "'training.step'.*'steps'"),
         (
             ["optimizer=sam", "optimizer.base.learning=1"],
             "'optimizer.base.learning'.*lr",
         ),
-        (["optimzer=sam"], "'optimzer'.*'optimizer'?"),
-        (["sede=1"], "'sede'.*'seed'?"),
+        (["optimzer=sam"], "'optimzer'.*'optimizer'"),
+        (["sede=1"], "'sede'.*'seed'"),
         (["+experiment=merge_checkpoints", "joint=false"], "unknown key 'joint'"),
     ],
 )
@@ -30,7 +32,7 @@ def test_a_mistyped_name_is_one_line_with_the_nearest_one(arguments: list[str], 
     with pytest.raises(HydraException) as caught:
         composed(arguments)
     said = explain(caught.value)
-    assert message in said
+    assert re.search(message, said)
     assert "\n" not in said
 
 

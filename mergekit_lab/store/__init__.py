@@ -3,4 +3,4 @@
 from mergekit_lab.store.artifact import Artifact, make_key
 from mergekit_lab.store.store import Store
 
-__all__ = ["SCHEMA", "Artifact", "Store", "make_key"]
+__all__ = ["Artifact", "Store", "make_key"]

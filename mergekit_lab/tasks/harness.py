@@ -96,8 +96,8 @@ class HarnessTask(Task):
         entry = manager.task_index.get(self.name)
         if entry is None:
             raise InputError(
-                f"lm-evaluation-harness {_find_version()} has no task {self.name!r}"
-                f"{suggest(self.name, manager.all_tasks)}; suite.include_path names a folder with more"
+                f"lm-evaluation-harness {_find_version()} has no task {self.name!r} (suite.include_path names "
+                f"a folder with more){suggest(self.name, manager.all_tasks)}"
             )
         is_group = self.name in manager.all_groups
         if self.name in manager.all_tags or (is_group and not (entry.cfg or {}).get("aggregate_metric_list")):

@@ -172,7 +172,7 @@ def test_the_first_metric_of_a_task_counts_and_the_others_are_named(record):
         ]
     )
     assert table.rows[0].average.mean == pytest.approx(0.3)
-    assert "strict, meetingbank rouge_l. Recorded" in table.notes
+    assert any("cstance strict, meetingbank rouge_l" in note for note in table.notes)
 
 
 def test_markdown_keeps_a_hostile_name_inside_its_cell(record):
@@ -280,7 +280,7 @@ def test_checkpoints_are_rows_of_their_own_and_compete_where_nothing_was_merged(
         "math": [True, False],
         "code": [False, True],
     }
-    assert "Bold: the best checkpoint" in alone.notes
+    assert any("best checkpoint" in note for note in alone.notes)
     assert not any("differ in strength" in note for note in alone.notes)
     beside = build_table([*records, *(r for r in small(record) if r.kind == "merged")])
     assert [row.kind for row in beside.rows] == ["checkpoint", "checkpoint", "merged", "merged"]

@@ -1,4 +1,5 @@
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from backbone import be_small, write_small
@@ -25,6 +26,6 @@ def small_backbone(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_backbone(small_backbone):
-    """Modules that ask how good the model is have a fixture of this name that does nothing."""
-    with be_small(small_backbone):
+    """And files that a crash of the machine may lose, which takes the disk's time."""
+    with be_small(small_backbone), patch("mergekit_lab.store.store.sync_to_disk"):
         yield

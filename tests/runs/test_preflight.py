@@ -82,7 +82,7 @@ def test_the_size_is_said_before_it_is_made_and_bounded(data, tmp_path, caplog) 
     context(data, tmp_path / "store").tasks["eurosat"].load_samples("test")
     assert "decoding into the store: 0.90 MB\n" in caplog.text
     small = context(data, tmp_path / "other", "images_limit_gb=0.0001").tasks["eurosat"]
-    with pytest.raises(InputError, match=r"0.0001 GB \(images_limit_gb\)"):
+    with pytest.raises(InputError, match=r"images_limit_gb is 0.0001"):
         small.load_samples("test")
 
 
@@ -344,7 +344,8 @@ runpy.run_module("mergekit_lab", run_name="__main__", alter_sys=True)
 
 def test_without_a_network_a_run_says_within_seconds_what_is_missing(tmp_path) -> None:
     said = without_a_network("vit_b32_saft", tmp_path)
-    assert "reached (HF_HUB_OFFLINE is set)" in said
+    assert "9 things" in said
+    assert "HF_HUB_OFFLINE" in said
     assert "cars: data set tanganke/stanford_cars" in said
     assert "weights 'openai' of ViT-B-32-quickgelu" in said
     assert "stage=fetch fetch_to=FOLDER" in said
@@ -354,7 +355,7 @@ def test_without_a_network_a_run_says_within_seconds_what_is_missing(tmp_path) -
 
 def test_without_a_network_a_sweep_says_it_once_for_all_jobs_before_the_first(tmp_path) -> None:
     said = without_a_network("epimer_table6", tmp_path)
-    assert said.count("35 things this sweep needs are not here") == 1  # data, and weights and experts of three
+    assert said.count("35 things") == 1  # data, and weights and experts of three
     assert said.count("+experiment=quickstart") == 1
     assert not (tmp_path / "run").exists()
 

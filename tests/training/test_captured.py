@@ -108,7 +108,7 @@ def test_what_cannot_be_replayed_says_why_and_runs_as_written(tmp_path, head, ca
     caplog.set_level(logging.INFO)
     old = lambda named: torch.optim.Adagrad([p for _, p in named], lr=1e-2, foreach=True)  # noqa: E731
     run(tmp_path, head, OPTIMIZERS.get(name, old), replace(SETTINGS, capture=True))
-    assert [m for m in caplog.messages if m.startswith("training.capture: ") and m.endswith(why)]
+    assert [m for m in caplog.messages if m.startswith("training.capture: ") and why in m]
 
 
 def test_a_step_that_fails_to_be_recorded_runs_as_written(head, card, caplog) -> None:
