@@ -19,10 +19,9 @@ _ROOM = 1 << 20
 
 
 class RunFolder(Callback):
-    """Asks before any work; by SystemExit, for Hydra makes a warning of what else a callback raises.
+    """Checks the folder before any work. It raises SystemExit, because Hydra turns other errors into warnings.
 
-    The folder stays this process's until it ends, however it ends: of two that write there at once, each would
-    read the other's records as its own.
+    The folder is locked until the process ends. Two processes that write there would mix their records.
     """
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
@@ -38,7 +37,7 @@ class RunFolder(Callback):
 
 
 def _leaves_nothing(config: DictConfig) -> bool:
-    """Whether what is asked for has no results, or has them elsewhere, as a merge in `out`."""
+    """Whether this has no results, or writes them elsewhere, as a merge does."""
     stage = config.get("stage")
     return bool(config.get("command") in _WRITE_ELSEWHERE or config.get("dry_run") or stage in _WITHOUT_FOLDER)
 
@@ -51,7 +50,7 @@ def _is_named(config: DictConfig) -> bool:
 
 
 def _take(folder: Path, named: bool) -> None:
-    """Make the folder this process's, or refuse it; one that nobody named goes again if nothing came of it."""
+    """Make and lock the folder, or refuse it. At the end it is removed if it is empty."""
     there = folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,8 +60,7 @@ def _take(folder: Path, named: bool) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise SystemExit(
-            f"the folder {folder} of what this run leaves cannot be written ({error.strerror}): set "
-            "run_dir=PATH"
+            f"the run's folder {folder} cannot be written ({error.strerror}): set run_dir=PATH"
         ) from None
     if not there:
         atexit.register(remove_empty, folder, named)
@@ -75,14 +73,14 @@ def _lock(folder: Path) -> None:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise SystemExit(
-            f"another run or sweep is writing to {folder}: wait for its end, or set run_dir=PATH"
+            f"another run or sweep is writing to {folder}: wait until it ends, or set run_dir=PATH"
         ) from None
     except OSError:  # a file system that does not lock folders, as NFS
         os.close(held)
 
 
 def remove_empty(folder: Path, named: bool) -> None:
-    """Remove a folder in which nothing is but, where nobody named it, the log of what came of nothing."""
+    """Remove an empty folder; one that the user did not name, also if it has only a log."""
     with suppress(OSError):
         if not named and {file.name for file in folder.iterdir()} <= {"log.txt", ".hydra"}:
             shutil.rmtree(folder)

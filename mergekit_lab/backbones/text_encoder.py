@@ -34,6 +34,7 @@ from mergekit_lab.backbones.text import ScoredText
 from mergekit_lab.batches import Batch
 from mergekit_lab.checkpoints import open_checkpoint, write_tensors
 from mergekit_lab.errors import InputError
+from mergekit_lab.machine import list_devices
 from mergekit_lab.ranges import require, require_choice, require_positive, require_whole
 from mergekit_lab.tasks import Keeper, Part, Task, TextTask
 
@@ -168,7 +169,7 @@ class TextEncoder(Backbone):
         """
         task = objective.task
         assert task.choices is not None
-        model = self.make_model().to("cuda" if torch.cuda.is_available() else "cpu")
+        model = self.make_model().to(list_devices()[0])
         if self.head == "zero_shot":
             texts = [template.replace("{}", choice) for choice in task.choices for template in task.templates]
             named = objective.embed_rows(model, objective.read_texts(texts)[0]).float()

@@ -58,7 +58,7 @@ from mergekit_lab.checkpoints.shards import MAX_SHARD_BYTES, ShardedWriter, plan
 from mergekit_lab.checkpoints.tokens import read_tokens
 from mergekit_lab.checkpoints.vocabulary import count_vocabulary_rows, reconcile
 from mergekit_lab.checkpoints.vocabulary_rows import Reconciled, TokenPlan, TokenSource
-from mergekit_lab.checkpoints.writer import hash_file, write_tensors
+from mergekit_lab.checkpoints.writer import hash_file, hash_folder, write_tensors
 
 __all__ = [
     "FLOATING",
@@ -108,6 +108,7 @@ __all__ = [
     "follow_tokenizer",
     "get_snapshot",
     "hash_file",
+    "hash_folder",
     "list_computed_buffers",
     "list_mismatches",
     "make_folder",

@@ -19,7 +19,7 @@ import yaml
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint
 from mergekit_lab.checkpoints.publish import RECORD
-from mergekit_lab.checkpoints.writer import hash_file
+from mergekit_lab.checkpoints.writer import hash_file, is_hash
 
 _HASHED_WHOLE = 32 << 20
 _SAMPLES = 64
@@ -29,7 +29,6 @@ SAMPLED = (
     f"spaced pieces of {_SAMPLE_BYTES >> 10} KiB. It tells trained models apart, not files that differ in a "
     "few bytes."
 )
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def fingerprint(checkpoint: Checkpoint, label: str | None = None) -> dict[str, Any]:
@@ -45,7 +44,7 @@ def fingerprint(checkpoint: Checkpoint, label: str | None = None) -> dict[str, A
     files = {}
     for path in checkpoint.files:
         size, real = path.stat().st_size, path.resolve()
-        if _SHA256.fullmatch(real.name):
+        if is_hash(real.name):
             files[path.name] = {"bytes": size, "sha256": real.name}
         elif size <= _HASHED_WHOLE:
             files[path.name] = {"bytes": size, "sha256": hash_file(path)}

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from mergekit_lab.checkpoints.model_files import Files
-from mergekit_lab.checkpoints.plain_files import read_json
+from mergekit_lab.checkpoints.plain_files import read_object
 from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.checkpoints.tokens import read_tokens
-from mergekit_lab.errors import InputError, join_names
+from mergekit_lab.errors import join_names
 
 GENERATION_CONFIG = "generation_config.json"
 _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -32,7 +32,7 @@ def follow_tokenizer(source: Path, files: Files) -> dict[str, Path | str]:
         if name not in changed:
             continue
         planned = changed[name]
-        content = json.loads(planned) if isinstance(planned, str) else _read(planned)
+        content = json.loads(planned) if isinstance(planned, str) else read_object(planned)
         parts = [content, *(part for key, part in content.items() if key.endswith("_config"))]
         for part in parts:
             if isinstance(part, dict):
@@ -90,7 +90,7 @@ def _read_ends(folder: Path) -> set[int]:
 
 def _end_token(folder: Path) -> str | None:
     """Of the tokenizer alone: what it ends a text with."""
-    token = _read(folder / "tokenizer_config.json").get("eos_token")
+    token = read_object(folder / "tokenizer_config.json").get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 
@@ -98,11 +98,11 @@ def _end_token(folder: Path) -> str | None:
 def _read_token_ids(folder: Path) -> dict[str, Any]:
     """Of the generation settings, else of the configuration, else of the tokenizer."""
     config = read_config(folder)
-    parts = [_read(folder / GENERATION_CONFIG), config, config.get("text_config")]
+    parts = [read_object(folder / GENERATION_CONFIG), config, config.get("text_config")]
     known = [part for part in parts if isinstance(part, dict)]
     ids = {key: next((part[key] for part in known if part.get(key) is not None), None) for key in _ENDS}
     if None in ids.values():
-        tokens, special = read_tokens(folder) or {}, _read(folder / "tokenizer_config.json")
+        tokens, special = read_tokens(folder) or {}, read_object(folder / "tokenizer_config.json")
         for key in (key for key, value in ids.items() if value is None):
             token = special.get(key.removesuffix("_id"))
             ids[key] = tokens.get(str(token["content"] if isinstance(token, dict) else token))
@@ -118,15 +118,7 @@ def _read_template(folder: Path | None) -> Any:
     if texts:
         return texts if len(texts) > 1 or "chat_template.jinja" not in texts else texts["chat_template.jinja"]
     kept = (
-        _read(folder / name).get("chat_template") for name in ("chat_template.json", "tokenizer_config.json")
+        read_object(folder / name).get("chat_template")
+        for name in ("chat_template.json", "tokenizer_config.json")
     )
     return next((template for template in kept if template), None)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    content = read_json(file)
-    if not isinstance(content, dict):
-        raise InputError(f"{file} holds a {type(content).__name__}, not an object")
-    return content

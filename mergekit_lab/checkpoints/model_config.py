@@ -9,7 +9,6 @@ difference; what it does not know is compared as it stands.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 from mergekit_lab.checkpoints.adapters import find_adapter
 from mergekit_lab.checkpoints.checkpoint import Checkpoint
 from mergekit_lab.checkpoints.libraries import OPEN_CLIP, find_library
-from mergekit_lab.checkpoints.plain_files import read_json
+from mergekit_lab.checkpoints.plain_files import read_object
 from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.errors import join_names
 
@@ -192,9 +191,7 @@ def _find_folder(checkpoint: Checkpoint) -> Path | None:
 
 
 def _open_clip_config(folder: Path) -> dict[str, Any]:
-    if not os.path.lexists(folder / OPEN_CLIP.config):
-        return {}
-    content = read_json(folder / OPEN_CLIP.config)
+    content = read_object(folder / OPEN_CLIP.config)
     try:
         return _flatten({key: value for key, value in content["model_cfg"].items() if value is not False})
     except (KeyError, TypeError, AttributeError):

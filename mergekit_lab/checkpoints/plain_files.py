@@ -74,6 +74,18 @@ def read_json(file: Path, label: str = "") -> Any:
     return content
 
 
+def read_object(file: Path) -> dict[str, Any]:
+    """The content of a small JSON file that holds an object; empty if there is none.
+
+    Raises:
+        InputError: it is not a JSON object, or no file that can be read.
+    """
+    content = read_json(file) if os.path.lexists(file) else {}
+    if not isinstance(content, dict):
+        raise InputError(f"{file} holds a {type(content).__name__}, not an object")
+    return content
+
+
 def _list_children(item: Any) -> list[Any]:
     if isinstance(item, dict):
         return list(item.values())

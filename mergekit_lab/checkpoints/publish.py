@@ -29,6 +29,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mergekit_lab.errors import InputError, join_names
+from mergekit_lab.paths import sync_to_disk
 
 log = logging.getLogger(__name__)
 
@@ -227,11 +228,7 @@ def _is_abandoned(partial: Path) -> bool:
 def sync_tree(folder: Path) -> None:
     """Have a folder, and all that is in it, on the disk."""
     for path in [*folder.rglob("*"), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync_to_disk(path)
 
 
 def _swap(partial: Path, out: Path, overwrite: bool) -> None:
@@ -243,11 +240,7 @@ def _swap(partial: Path, out: Path, overwrite: bool) -> None:
         out.rename(old)
         partial.rename(out)
         shutil.rmtree(old, ignore_errors=True)
-    handle = os.open(out.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_to_disk(out.parent)
 
 
 _HERE = -100  # AT_FDCWD: paths are from the working folder

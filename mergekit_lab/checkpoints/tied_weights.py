@@ -9,7 +9,6 @@ keeps. The embeddings of an encoder and of a decoder that are `shared` are one w
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,8 +17,7 @@ from typing import Any
 import torch
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec
-from mergekit_lab.checkpoints.plain_files import read_json
-from mergekit_lab.errors import InputError
+from mergekit_lab.checkpoints.plain_files import read_object
 
 _KEPT_FIRST = (
     "shared.",
@@ -64,13 +62,7 @@ def read_config(folder: Path | None) -> dict[str, Any]:
     Raises:
         InputError: it is not a JSON object, or no file that can be read.
     """
-    file = None if folder is None else folder / "config.json"
-    if file is None or not os.path.lexists(file):
-        return {}
-    content = read_json(file)
-    if not isinstance(content, dict):
-        raise InputError(f"{file} holds a {type(content).__name__}, not an object")
-    return content
+    return {} if folder is None else read_object(folder / "config.json")
 
 
 def read_vocabulary_size(config: dict[str, Any]) -> int | None:

@@ -7,7 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from mergekit_lab.checkpoints.plain_files import check_file, read_json
+from mergekit_lab.checkpoints.plain_files import check_file, read_json, read_object
 from mergekit_lab.errors import InputError, join_names
 
 _MOST_ROWS = 1 << 31
@@ -62,7 +62,7 @@ def add_tokens(
         InputError: a row for a new token cannot be foretold, as there is no `tokenizer.json` or it has gaps.
     """
     file = folder / "tokenizer.json"
-    content = read_json(file) if file.is_file() else {}
+    content = read_object(file)
     rows = (read_tokens(folder) or {}) if content else {}
     entries: dict[str, dict[str, Any]] = {}
     for other, tokens in models:

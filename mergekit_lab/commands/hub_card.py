@@ -14,7 +14,8 @@ from typing import Any
 
 import yaml
 
-from mergekit_lab.checkpoints import OPEN_CLIP, TRANSFORMERS, read_json
+from mergekit_lab.checkpoints import OPEN_CLIP, TRANSFORMERS
+from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.commands.prepared import Prepared
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging import SLERP, TIES, Method, TaskArithmetic, WeightAverage
@@ -135,10 +136,9 @@ def _is_mergekits(method: TIES) -> bool:
 
 def _find_pipeline(prepared: Prepared) -> tuple[str, str, str] | None:
     folder = prepared.origin.folder
-    if prepared.library is not TRANSFORMERS or folder is None or not (folder / "config.json").is_file():
+    if prepared.library is not TRANSFORMERS:
         return None
-    config = read_json(folder / "config.json")
-    names = config.get("architectures") or [""]
+    names = read_config(folder).get("architectures") or [""]
     return next((each for each in _PIPELINES if str(names[0]).endswith(each[0])), None)
 
 

@@ -11,6 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from io import StringIO
 from typing import Any
+from unittest.mock import patch
 
 from torch import nn
 
@@ -101,7 +102,7 @@ def run_harness(
 ) -> Any:
     """What the harness itself returns; `size` is its batch size, a number or "auto"."""
     with _silence(progress):
-        from lm_eval import simple_evaluate
+        from lm_eval import evaluator
         from lm_eval.models.huggingface import HFLM
 
         whole = HFLM(
@@ -110,17 +111,19 @@ def run_harness(
             batch_size=size,
             mixed_precision_dtype=precision if precision != "float32" else None,
         )
-        return simple_evaluate(
-            whole,
-            tasks=[task.name],
-            num_fewshot=task.num_fewshot,
-            limit=task.limit,
-            apply_chat_template=task.apply_chat_template,
-            fewshot_as_multiturn=task.apply_chat_template,
-            bootstrap_iters=0,
-            task_manager=task.find_manager(),
-            confirm_run_unsafe_code=task.confirm_run_unsafe_code,
-        )
+        # it asks git, which complains aloud where there is no repository
+        with patch.object(evaluator, "get_git_commit_hash", return_value=None):
+            return evaluator.simple_evaluate(
+                whole,
+                tasks=[task.name],
+                num_fewshot=task.num_fewshot,
+                limit=task.limit,
+                apply_chat_template=task.apply_chat_template,
+                fewshot_as_multiturn=task.apply_chat_template,
+                bootstrap_iters=0,
+                task_manager=task.find_manager(),
+                confirm_run_unsafe_code=task.confirm_run_unsafe_code,
+            )
 
 
 def read_results(task: HarnessTask, results: Any) -> HarnessScores:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import ScaledMethod, Site, Stream
-from mergekit_lab.merging.selection import read_task_vectors, select_each, select_largest
+from mergekit_lab.merging.selection import Largest, read_task_vectors, select_each, select_largest
 from mergekit_lab.ranges import require
 
 _TAIL = 0.0001
@@ -89,12 +89,17 @@ def _find_bounds(stream: Stream, first: int, last: int, entries: int) -> tuple[T
     """The magnitudes of these ranks from below, `[T, 1]` each."""
     shares = [partial(read_task_vectors, share) for share in stream.divide()]
     kept = [entries - first, entries - last]
-    bounds = [torch.tensor(largest.thresholds)[:, None] for largest in select_each(shares, kept, entries, True)]
+    bounds = [_to_column(largest) for largest in select_each(shares, kept, entries, True)]
     smallest = torch.full_like(bounds[0], torch.inf)
     if first == 0:
         for block in read_task_vectors(stream):
             smallest = torch.minimum(smallest, block.abs().amin(dim=1, keepdim=True).to(smallest))
     return smallest if first == 0 else bounds[0], bounds[1]
+
+
+def _to_column(largest: Largest) -> Tensor:
+    """Its thresholds `[T, 1]`, exact whatever the task vectors' dtype."""
+    return torch.tensor(largest.thresholds, dtype=torch.float64)[:, None]
 
 
 def _find_ranked(stream: Stream, rank: int, entries: int) -> Tensor:
@@ -105,14 +110,14 @@ def _find_ranked(stream: Stream, rank: int, entries: int) -> Tensor:
             lambda share=share: (x.mul(sign).relu_() for x in read_task_vectors(share))
             for share in stream.divide()
         ]
-        return sign * torch.tensor(select_largest(shares, kept, entries, True).thresholds)[:, None]
+        return sign * _to_column(select_largest(shares, kept, entries, True))
 
     positive = negative = torch.zeros(())
     for block in read_task_vectors(stream):
         positive = positive + (block > 0).sum(dim=1, keepdim=True).cpu()
         negative = negative + (block < 0).sum(dim=1, keepdim=True).cpu()
     above, below = entries - rank <= positive, rank < negative
-    bound = torch.zeros(above.shape)
+    bound = torch.zeros(above.shape, dtype=torch.float64)
     if bool(above.any()):
         bound = torch.where(above, select(1, entries - rank), bound)
     if bool(below.any()):

@@ -17,6 +17,7 @@ from mergekit_lab.reporting import write_report
 from mergekit_lab.reporting.figures import draw_analysis
 from mergekit_lab.reporting.summary import say_count
 from mergekit_lab.runs.analyses import Analysis
+from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.own_code import code_content
 from mergekit_lab.runs.run import Run, say_seconds
@@ -36,6 +37,7 @@ def analysis_node(run: Run) -> Node:
         "analyses", f"the analysis {_name(run, built)}", "analyze", None,
         decide=lambda: built.content(run) | code_content(run.plain["analysis"]),
         make=lambda workspace: _compute(run, built, workspace),
+        needs=tuple(expert_node(run, task) for task in run.experts),
     )  # fmt: skip
 
 

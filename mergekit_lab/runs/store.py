@@ -18,7 +18,7 @@ from mergekit_lab.reporting import strip_controls
 from mergekit_lab.schema.check import build, check_group
 from mergekit_lab.schema.store import StoreSettings
 from mergekit_lab.store import Artifact, Store
-from mergekit_lab.store.store import MANIFEST
+from mergekit_lab.store.artifact import MANIFEST
 from mergekit_lab.store.upkeep import (
     adopt,
     find_damages,

@@ -1,5 +1,6 @@
 """Artifacts named by a hash of what decides them, so that nothing is made twice."""
 
-from mergekit_lab.store.store import Artifact, Store, make_key
+from mergekit_lab.store.artifact import Artifact, make_key
+from mergekit_lab.store.store import Store
 
-__all__ = ["SCHEMA", "Artifact", "Store", "make_key"]
+__all__ = ["Artifact", "Store", "make_key"]

@@ -12,7 +12,6 @@ All of it needs no more of a file system than an atomic rename (`lock`), so host
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -21,8 +20,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from datetime import datetime
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -30,116 +28,28 @@ from typing import Any
 
 from mergekit_lab import __version__
 from mergekit_lab.errors import InputError
-from mergekit_lab.paths import is_stream
-from mergekit_lab.store.files import discard, read_file
+from mergekit_lab.paths import is_stream, sync_to_disk
+from mergekit_lab.store.artifact import (
+    DAMAGE,
+    MANIFEST,
+    SCHEMA,
+    TIME,
+    Artifact,
+    digest_manifest,
+    explain_unknown,
+    hash_bytes,
+    make_key,
+    read_artifact,
+)
+from mergekit_lab.store.files import discard
 from mergekit_lab.store.lock import FolderLock
 
-SCHEMA = 1
-"""Enters every key: raise it when an artifact of the same content would come out differently."""
-
-MANIFEST = "manifest.json"
-MANIFEST_BYTES = 1 << 26
-"""More is no manifest."""
-DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)
-"""What reading a damaged manifest may raise."""
 NO_KINDS = ("work", "locks")
 """Folders of a store that hold no artifacts."""
-_KEY_DIGITS = 24
-_TIME = "%Y-%m-%dT%H:%M:%SZ"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_WORDS = ("No space left", "os error 28", "os error 27", "PytorchStreamWriter failed writing")
 _VERSIONED = ("torch", "open_clip_torch", "lightning", "transformers")
 log = logging.getLogger(__name__)
-
-
-def make_key(content: Mapping[str, Any], schema: int = SCHEMA) -> str:
-    """A hash of a JSON-able mapping that does not depend on the order of its keys.
-
-    Args:
-        content: what decides an artifact.
-        schema: of the version that names it.
-
-    Raises:
-        InputError: the content holds something JSON has no form for, or a NaN.
-    """
-    try:
-        text = json.dumps({"schema": schema, **content}, sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        shown = "it is nested too deep" if isinstance(error, RecursionError) else repr(content)
-        raise InputError(f"this content cannot name an artifact ({error}): {shown}") from None
-    return hashlib.sha256(text.encode()).hexdigest()[:_KEY_DIGITS]
-
-
-@dataclass(frozen=True)
-class Artifact:
-    """A published folder.
-
-    Attributes:
-        kind, key: its name in the store.
-        folder: where its files are.
-        info: what its maker returned (metrics, times), JSON-able.
-        reused: it was there already when it was asked for.
-        files: SHA-256 of its files by name, as published.
-        content: what its key is a hash of.
-        created: when, UTC, ISO 8601.
-        schema: of the version that made it.
-    """
-
-    kind: str
-    key: str
-    folder: Path
-    info: dict[str, Any]
-    reused: bool = True
-    files: Mapping[str, str] = field(default_factory=dict)
-    content: Mapping[str, Any] = field(default_factory=dict)
-    created: str = ""
-    schema: int = SCHEMA
-
-    def find_file(self, name: str) -> Path:
-        """A file's path; its bytes are compared with the hash in the manifest, once in a process.
-
-        Raises:
-            InputError: it was published, and is gone or other than it was.
-        """
-        path = self.folder / name
-        if name in self.files and path not in _sound:
-            if wrong := self.find_damage(name):
-                raise InputError(
-                    f"{wrong}: delete the folder {self.folder} (or run stage=store store.action=verify "
-                    "store.confirm=true), and it is made again"
-                )
-            _sound.add(path)
-        return path
-
-    def find_damage(self, name: str) -> str | None:
-        """A damaged file's problem, or None.
-
-        Raises:
-            InputError: this user may not read it, so that nothing can be said of it.
-        """
-        path, wanted = self.folder / name, self.files.get(name)
-        try:
-            if is_stream(path):
-                return f"{self.title} cannot be read: {name!r} is a pipe or a device, not a file"
-            digest, size = _hash(path), path.stat().st_size
-        except PermissionError:
-            raise _explain_unknown(path, "Permission denied") from None
-        except OSError as error:
-            return f"{self.title} cannot be read: {name!r}: {error.strerror}"
-        if digest == wanted:
-            return None
-        return (
-            f"{self.title} is damaged: {name!r} ({size} bytes) has SHA-256 {digest[:12]}…, and "
-            f"{str(wanted)[:12]}… was published"
-        )
-
-    @property
-    def title(self) -> str:
-        """What messages call it."""
-        return f"the stored {self.kind} {self.key}"
-
-
-_sound: set[Path] = set()
 
 
 @dataclass(frozen=True)
@@ -203,7 +113,7 @@ class Store:
             try:
                 aged.append(((folder / MANIFEST).stat().st_mtime, read_artifact(folder)))
             except PermissionError as error:
-                raise _explain_unknown(folder, str(error.strerror)) from None
+                raise explain_unknown(folder, str(error.strerror)) from None
             except DAMAGE:  # others may remove some meanwhile
                 continue
         yield from (artifact for _, artifact in sorted(aged, key=lambda pair: (pair[1].kind, pair[0])))
@@ -318,7 +228,7 @@ class Store:
     def _publish(
         self, kind: str, key: str, out: Path, content: Mapping[str, Any], info: Mapping[str, Any]
     ) -> None:
-        files = {str(p.relative_to(out)): _hash(p) for p in sorted(out.rglob("*")) if p.is_file()}
+        files = {str(p.relative_to(out)): hash_bytes(p) for p in sorted(out.rglob("*")) if p.is_file()}
         manifest = {
             "schema": SCHEMA,
             "kind": kind,
@@ -327,13 +237,13 @@ class Store:
             "info": info,
             "files": files,
             "versions": _list_versions(),
-            "created": time.strftime(_TIME, time.gmtime()),
+            "created": time.strftime(TIME, time.gmtime()),
         }
         manifest["digest"] = digest_manifest(manifest)
         text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
         (out / MANIFEST).write_bytes(text.encode(errors="backslashreplace"))  # JSON's own escapes
         for path in out.rglob("*"):
-            _fsync(path)
+            sync_to_disk(path)
         target = self.root / kind / key
         _make_folder(target.parent)
         try:
@@ -347,7 +257,7 @@ class Store:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             log.info("%s %s was published by another process meanwhile", kind, key)  # ours was taken for dead
-        _fsync(target.parent)
+        sync_to_disk(target.parent)
 
 
 @cache
@@ -357,36 +267,6 @@ def _list_versions() -> dict[str, str]:
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in _VERSIONED},
     }
-
-
-def read_artifact(folder: Path) -> Artifact:
-    """A published artifact by its folder.
-
-    Raises:
-        FileNotFoundError: nothing is published there.
-        OSError, ValueError, KeyError, TypeError, RecursionError: its manifest is damaged.
-    """
-    manifest = json.loads(read_file(folder / MANIFEST, MANIFEST_BYTES))
-    if not isinstance(manifest, dict):
-        raise TypeError(f"it holds a {type(manifest).__name__}")
-    if manifest.get("digest", digest := digest_manifest(manifest)) != digest:  # older ones have none
-        raise ValueError("it is not as it was published")
-    return Artifact(
-        show_name(folder.parent.name),
-        show_name(folder.name),
-        folder,
-        dict(manifest["info"]),
-        files=dict(manifest["files"]),
-        content=dict(manifest["content"]),
-        created=datetime.fromisoformat(manifest["created"]).strftime(_TIME),
-        schema=int(manifest["schema"]),
-    )
-
-
-def digest_manifest(manifest: Mapping[str, Any]) -> str:
-    """Hash a whole manifest, because an evaluation's results are in no other file."""
-    said = json.loads(json.dumps({name: value for name, value in manifest.items() if name != "digest"}))
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def list_folder(folder: Path) -> list[Path]:
@@ -403,11 +283,7 @@ def list_folder(folder: Path) -> list[Path]:
         reason = "it is a link to nowhere"
     except OSError as error:
         reason = str(error.strerror)
-    raise _explain_unknown(folder, reason)
-
-
-def _explain_unknown(path: Path, reason: str) -> InputError:
-    return InputError(f"{show_name(str(path))} cannot be read ({reason}), so its content is unknown")
+    raise explain_unknown(folder, reason)
 
 
 def _make_folder(folder: Path) -> None:
@@ -440,11 +316,6 @@ def _clean_resume(folder: Path) -> None:
             discard(path)
 
 
-def show_name(name: str) -> str:
-    """A name that others may have given, with escapes for what a terminal would obey or cannot show."""
-    return name if name.isprintable() else ascii(name)
-
-
 def is_full(error: BaseException) -> bool:
     """Whether an error, or one that it came from, is that of a full disk; writers outside of Python (torch,
     safetensors) say it in words alone."""
@@ -454,17 +325,3 @@ def is_full(error: BaseException) -> bool:
             return True
         cause = cause.__cause__ or cause.__context__
     return False
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _hash(path: Path) -> str:
-    from mergekit_lab.checkpoints import hash_file  # brings torch, which listing a store does without
-
-    return hash_file(path)

@@ -15,23 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.store.files import discard, read_file
-from mergekit_lab.store.lock import is_held
-from mergekit_lab.store.store import (
+from mergekit_lab.store.artifact import (
     DAMAGE,
     MANIFEST,
     MANIFEST_BYTES,
-    NO_KINDS,
     SCHEMA,
     Artifact,
-    Store,
-    Workspace,
     digest_manifest,
-    list_folder,
     make_key,
     read_artifact,
     show_name,
 )
+from mergekit_lab.store.files import discard, read_file
+from mergekit_lab.store.lock import is_held
+from mergekit_lab.store.store import NO_KINDS, Store, Workspace, list_folder
 
 _REMOVED = "removed"
 _LATEST = 4e9

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.machine import count_cores
+from mergekit_lab.prefetch import prefetch
 from mergekit_lab.tasks.crops import center_boxes, resize
 from mergekit_lab.tasks.sources import Rows
 from mergekit_lab.triton_kernels import load_kernels
@@ -55,8 +55,12 @@ def map_chunks(
 ) -> Iterator[T]:
     """Call `work` on chunks of rows, several at a time, and yield results in order."""
     wanted = range(len(rows.chunks)) if chunks is None else chunks
-    with ThreadPoolExecutor(min(32, count_cores())) as pool:
-        yield from pool.map(lambda chunk: work(rows.chunks[chunk], _load(rows, chunk)), wanted)
+    threads = min(32, count_cores())
+
+    def load(chunk: int) -> T:
+        return work(rows.chunks[chunk], _load(rows, chunk))
+
+    return prefetch(load, wanted, ahead=2 * threads, threads=threads)
 
 
 def _load(rows: Rows, chunk: int) -> list[bytes]:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 from annotated_types import Ge, Gt
 
-from mergekit_lab.checkpoints import hash_file
+from mergekit_lab.checkpoints import hash_folder
 from mergekit_lab.errors import InputError, join_names, suggest
 
 from .task import Part, Task
@@ -96,8 +96,8 @@ class HarnessTask(Task):
         entry = manager.task_index.get(self.name)
         if entry is None:
             raise InputError(
-                f"lm-evaluation-harness {_find_version()} has no task {self.name!r}"
-                f"{suggest(self.name, manager.all_tasks)}; suite.include_path names a folder with more"
+                f"lm-evaluation-harness {_find_version()} has no task {self.name!r} (suite.include_path names "
+                f"a folder with more){suggest(self.name, manager.all_tasks)}"
             )
         is_group = self.name in manager.all_groups
         if self.name in manager.all_tags or (is_group and not (entry.cfg or {}).get("aggregate_metric_list")):
@@ -133,5 +133,4 @@ def _hash_files(folder: str) -> str:
     """Of all files of a folder, their names and bytes."""
     root = Path(folder).expanduser()
     files = sorted(file for file in root.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
-    told = [f"{file.relative_to(root)} {hash_file(file, remember=True)}" for file in files]
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()
+    return hash_folder(root, files)

@@ -10,6 +10,7 @@ from merging.world import assert_close, assert_equal, run, world
 
 from mergekit_lab import InputError
 from mergekit_lab.merging import (
+    PCB,
     RAM,
     SLERP,
     TIES,
@@ -41,6 +42,12 @@ def test_task_arithmetic_takes_a_list_of_coefficients_and_forgets_with_a_negativ
         TaskArithmetic(coefficient=1.0, weights={"task_0": 0.5, "task_1": -1.0, "task_2": 0.0}), *world()
     )
     assert_equal(merged, same)
+
+
+def test_pcb_of_one_expert_clamps_magnitudes_to_a_quantile_that_is_exact_in_float64() -> None:
+    delta = torch.randn(64, generator=torch.Generator().manual_seed(0), dtype=F64)
+    merged = merge_one(PCB(density=1.0, coefficient=1.0), delta[None])
+    assert merged.abs().max() == delta.abs().sort().values[-2]
 
 
 @pytest.mark.parametrize("preset", ["paper", "mergelm", "mergekit", "peft"])

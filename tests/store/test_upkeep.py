@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from mergekit_lab import InputError
-from mergekit_lab.store import Store, make_key, store
+from mergekit_lab.store import Store, artifact, make_key
 from mergekit_lab.store.upkeep import (
     adopt,
     find_damages,
@@ -270,7 +270,7 @@ STRANGE = [Path.touch, os.mkfifo, loop, link_to_a_device]
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, loop, link_to_a_device])
-@pytest.mark.parametrize("look", [Store.artifacts, find_unreadable], ids=["list", "verify"])
+@pytest.mark.parametrize("look", [Store.list_artifacts, find_unreadable], ids=["list", "verify"])
 def test_a_kind_that_cannot_be_read_is_named_and_not_taken_for_empty(tmp_path, make, look) -> None:
     Store(tmp_path).obtain("experts", CONTENT, weights())
     (tmp_path / "experts").rename(tmp_path / ".away")
@@ -300,7 +300,9 @@ def test_what_a_user_may_not_read_is_no_damage_that_is_removed(tmp_path, monkeyp
     def refuse(path, *rest):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(store, {"manifest.json": "read_file", "model.safetensors": "_hash"}[name], refuse)
+    monkeypatch.setattr(
+        artifact, {"manifest.json": "read_file", "model.safetensors": "hash_bytes"}[name], refuse
+    )
     with pytest.raises(InputError, match=r"\(Permission denied\)"):
         find_damages(Store(tmp_path).list_artifacts())
     assert made.folder.is_dir()
@@ -314,7 +316,7 @@ def test_what_is_no_kind_beside_the_artifacts_is_left_alone(tmp_path) -> None:
     assert [artifact.key for artifact in Store(tmp_path).list_artifacts()] == [made.key]
     assert list(find_unreadable(Store(tmp_path))) == []
     (tmp_path / "fits").write_text("a file in a kind's place")
-    for look in (Store(tmp_path).artifacts, lambda: find_unreadable(Store(tmp_path))):
+    for look in (Store(tmp_path).list_artifacts, lambda: find_unreadable(Store(tmp_path))):
         with pytest.raises(InputError, match=r"\(Not.*directory\)"):
             list(look())
 
