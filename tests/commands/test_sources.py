@@ -193,7 +193,7 @@ def test_this_stage_loads_no_framework_for_training(tmp_path) -> None:
         (["base=base", "experts=[cars]", "out=o", "merger=ties", "device=0.5"], "device is 0.5"),
         (["base=base", "experts=[cars]", "out=o", "merger=ties", "device=7"], "cuda:7"),
         (["base=base", "experts=[cars]", "merger=ties", "dry_run=true"], "would not work"),
-        (["recipe=r.yml", "base=base", "out=o"], "sets base itself"),
+        (["recipe=r.yml", "base=base", "out=o"], "already sets base"),
         (["recipe=r.yml", "out=o"], "cannot be read"),
         (["+expert=[cars]"], "'expert'.*'experts'"),
         (
