@@ -163,8 +163,8 @@ class MergeCheckpoints:
         Raises:
             InputError: it does not work.
         """
-        with TemporaryDirectory(prefix="recipe-") as folder:
-            self._run(Path(folder))
+        with TemporaryDirectory(prefix="recipe-") as documents:
+            self._run(Path(documents))
 
     def _run(self, folder: Path) -> None:
         check_push(self.push_to)
