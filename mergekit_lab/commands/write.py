@@ -132,7 +132,7 @@ def _write_adapter(
     notes: Notes = {}
     arguments = _collect_arguments(prepared)
     merge = AdapterMerge(arguments.pop("base"), arguments.pop("experts"), arguments.pop("method"), rank, energy)
-    made = merge.changes(**arguments, notes=notes)
+    made = merge.read_changes(**arguments, notes=notes)
     beside = plan_files_beside(prepared, "adapter")
     kind = prepared.dtype or torch.float32
     planned: dict[str, int] = {}
