@@ -163,8 +163,8 @@ class MergeCheckpoints:
         Raises:
             InputError: it does not work.
         """
-        with TemporaryDirectory(prefix="recipe-") as folder:
-            self._run(Path(folder))
+        with TemporaryDirectory(prefix="recipe-") as documents:
+            self._run(Path(documents))
 
     def _run(self, folder: Path) -> None:
         check_push(self.push_to)
@@ -207,7 +207,7 @@ class MergeCheckpoints:
 
         clashing = [name for name in ("base", "experts", "merger") if getattr(self, name)]
         if clashing:
-            raise InputError(f"recipe={self.recipe} sets {' and '.join(clashing)} itself: leave them out")
+            raise InputError(f"recipe={self.recipe} already sets {' and '.join(clashing)}: leave that out")
         recipe = read_recipe(Path(self.recipe).expanduser(), self.seed, folder)
         if folder is not None:
             for name, document in recipe.documents.items():

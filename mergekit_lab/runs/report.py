@@ -34,7 +34,7 @@ _Evaluation: TypeAlias = tuple[Model, str, Artifact]
 
 def stage_report(run: Run) -> None:
     """Collect the run's records and write table, figures and page into its folder."""
-    evaluations = _read_evaluations(run)
+    evaluations = read_evaluations(run)
     records = collect(run, evaluations)
     curves = {task: _read_curve(run.need(expert_node(run, task))) for task in run.experts}
     if run.cfg.joint and (artifact := run.find(joint_node(run))):
@@ -95,7 +95,7 @@ def collect(run: Run, evaluations: Sequence[_Evaluation]) -> list[Record]:
     return [_record(run, model, task, a, best[task], base.get(task)) for model, task, a in evaluations]
 
 
-def _read_evaluations(run: Run) -> list[_Evaluation]:
+def read_evaluations(run: Run) -> list[_Evaluation]:
     """All that the run's tables show.
 
     Raises:
