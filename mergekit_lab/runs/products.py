@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import Any
 
 from mergekit_lab.reporting import Product
 from mergekit_lab.runs.nodes import Node
 from mergekit_lab.store import Artifact
 
-if TYPE_CHECKING:
-    from mergekit_lab.runs.run import Run
 
-
-def describe_product(run: Run, node: Node, artifact: Artifact, inputs: tuple[str, ...]) -> Product:
+def describe_product(run: Any, node: Node, artifact: Artifact, inputs: tuple[str, ...]) -> Product:
     """Its name, a sentence, and the settings and numbers that it can be compared by.
 
     Args:
+        run: a `Run`, which imports this file.
         inputs: references of the products that it was made of.
     """
     own = node.unit is not None and node.unit in run.cfg.optimizer_of

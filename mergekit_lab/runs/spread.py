@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import OmegaConf
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -16,16 +16,16 @@ from mergekit_lab.reporting import Tracker
 from mergekit_lab.runs.nodes import Node
 from mergekit_lab.workers import Pool, import_ahead
 
-if TYPE_CHECKING:
-    from mergekit_lab.runs.run import Run
-
 log = logging.getLogger(__name__)
 _ERASE = "\r\x1b[2K"
 """Begins a line anew in a terminal, where another process draws a bar."""
 
 
-def spread(run: Run, pool: Pool, stage: Callable[[Run], None], nodes: Sequence[Node]) -> set[str]:
+def spread(run: Any, pool: Pool, stage: Callable[[Any], None], nodes: Sequence[Node]) -> set[str]:
     """Make missing nodes on all devices of the run, with one process each. A single unit is left to the caller.
+
+    Args:
+        run: a `Run`, which imports this file.
 
     Returns:
         The keys of what was made.
@@ -60,8 +60,8 @@ _latest: list[Any] = []
 
 
 def _work_in_process(
-    make_run: type[Run],
-    stage: Callable[[Run], None],
+    make_run: Callable[..., Any],
+    stage: Callable[[Any], None],
     plain: dict[str, Any],
     folder: str,
     choices: dict[str, str],
@@ -73,7 +73,7 @@ def _work_in_process(
     if not _latest or _latest[0] != plain:
         _latest[:] = plain, make_run(OmegaConf.create(plain), Path(folder), choices)
         _latest[1].tracker = Tracker()
-    run: Run = _latest[1]
+    run = _latest[1]
     run.made.clear()
     with run.work_on([unit]):
         stage(run)
