@@ -81,17 +81,22 @@ def run_cell(cell: Cell, store: Path, more: Sequence[str] = (), small: bool = Fa
     clock.lap("finetune")
     mergers = build_methods(run, {name: {} for name in cell.mergers}, cell.seed)
     vectors = TaskVectors(run)
-    bench = Bench(run)
+    names = list(run.tasks)
+    size = replace(world, hessians=1, samples=16) if small else world
     known: Values = {
         "world": cell.world, "axis": cell.axis, "value": cell.value, "arm": cell.arm, "seed": cell.seed,
         "steps": plan_settings(run, next(iter(run.tasks))).steps, "base_norm": vectors.base_norm,
         "scale": run.plain["optimizer"].get("scale"), "rho": run.plain["optimizer"].get("rho"),
-        "experts": bench.experts, "zero_shot": bench.zero_shot,
     }  # fmt: skip
+    if cell.only_measures:
+        known |= {"only_measures": True, **vectors.describe(names), "measures": measure(run, size)}
+        clock.lap("measures")
+        return [rounded({**known, "seconds": clock.laps, "machine": machine()})]
+    bench = Bench(run)
+    known |= {"experts": bench.experts, "zero_shot": bench.zero_shot}
     if known["scale"] == "fit":
         known["scale"] = run.obtain(declare_fit(run)).info["scale"]
     clock.lap("evaluate experts")
-    names = list(run.tasks)
     line = {
         **known, "tasks": names, **vectors.describe(names),
         "mergers": {label: bench.merge(run, method, label, names) for label, method in mergers.items()},
@@ -105,7 +110,7 @@ def run_cell(cell: Cell, store: Path, more: Sequence[str] = (), small: bool = Fa
             lines_out.append({**known, **changed, **vectors.describe(chosen)})
         clock.lap("subsets")
     if cell.is_measured:
-        line["measures"] = measure(run, replace(world, hessians=1, samples=16) if small else world)
+        line["measures"] = measure(run, size)
         clock.lap("measures")
     if cell.is_main and cell.arm == "adamw":
         line["mergers"] |= merge_variants(run, bench, cell.seed)

@@ -78,7 +78,7 @@ def walk(nodes: Iterable[Node]) -> Iterator[Node]:
 
 
 class HasNodes(Protocol):
-    """Anything that keeps the nodes declared of it; in practice a `Run`, which this file must not import."""
+    """Anything that keeps nodes. Only `Run` does, which this file must not import."""
 
     nodes: dict[Any, Node]
 
