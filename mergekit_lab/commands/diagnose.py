@@ -18,7 +18,7 @@ from rich.progress import track
 from rich.table import Table
 
 from mergekit_lab.analysis import Advice, Interference, Layer, advise, measure_layers
-from mergekit_lab.analysis.interference import sums_to_json
+from mergekit_lab.analysis.interference import encode_sums
 from mergekit_lab.commands.prepare import prepare
 from mergekit_lab.commands.sources import read_sources, shorten_path
 from mergekit_lab.merging import TaskArithmetic, resolve_device
@@ -127,7 +127,7 @@ def as_json(measured: Interference, advice: Sequence[Advice], notes: Sequence[st
     return {
         "experts": list(measured.experts),
         "base_norm": measured.base_norm,
-        "overall": sums_to_json(measured.total),
+        "overall": encode_sums(measured.total),
         "fisher_traces": measured.fisher_traces.tolist() if measured.has_fishers else None,
         "bound": measured.bound.to_json() if measured.has_fishers else None,
         "pairs": [asdict(pair) for pair in list_pairs(measured)],

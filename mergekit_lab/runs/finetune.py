@@ -37,7 +37,7 @@ def declare_expert(run: Run, task: str) -> Node:
     """The expert of a task: trained, or imported if the run names `experts`."""
     label = f"the expert of {task}"
     if run.plain["experts"]:
-        return _imported_expert(run, task, label)
+        return _declare_imported(run, task, label)
     settings, optimizer = plan_settings(run, task), find_optimizer(run, task)
     return Node(
         "experts", label, "finetune", task,
@@ -51,7 +51,7 @@ def declare_expert(run: Run, task: str) -> Node:
     )  # fmt: skip
 
 
-def _imported_expert(run: Run, task: str, label: str) -> Node:
+def _declare_imported(run: Run, task: str, label: str) -> Node:
     sources, learned = run.plain["experts"], task in run.learned
     source = find_expert(sources, run.backbone, run.tasks[task]) if learned else sources[task]
     return Node(

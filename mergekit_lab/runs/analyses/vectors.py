@@ -12,7 +12,7 @@ from annotated_types import MinLen
 from torch import Tensor
 
 from mergekit_lab.analysis import Interference, measure_layers
-from mergekit_lab.analysis.interference import sums_to_json
+from mergekit_lab.analysis.interference import encode_sums
 from mergekit_lab.analysis.plane import Weights, cross_task_linearity, find_blocks
 from mergekit_lab.merging import TaskArithmetic
 from mergekit_lab.merging.inputs import open_inputs
@@ -68,7 +68,7 @@ class TaskVectors(Analysis):
             for layer, traces in measure_layers(inputs, rank=self.rank, device=run.device):
                 interference.add(layer, traces)
             layers = [layer.to_json() for layer in interference.layers]
-            overall = sums_to_json(interference.total)
+            overall = encode_sums(interference.total)
             return {"overall": overall, "base_norm": interference.base_norm, "layers": layers}
 
         def measure(task: str) -> Data:
