@@ -1,12 +1,13 @@
 """Tables, tests and the figure of the study, from its lines. See README.md.
 
-python experiments/when_it_helps/analyze.py results/*.jsonl --figure figure.png > results/tables.md
+cd experiments/when_it_helps && python analyze.py results/*.jsonl --figure figure.png > results/tables.md
 
 Legend: a gain is accuracy above that of AdamW's cell with the same world, axis, value and seed, in points; an
 optimizer of a parametrization is compared with AdamW of the same.
 """
 
 import argparse
+import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -24,6 +25,7 @@ from cells import (
     EPIMERS,
     FIXED,
     GROUPS,
+    MEASURED,
     MERGERS,
     ON_AXES,
     RHOS,
@@ -39,6 +41,7 @@ from results_by_cell import (
     arms_along,
     measure_of,
     point_of,
+    shown,
     values_along,
 )
 from scipy.stats import spearmanr, t, ttest_1samp
@@ -71,15 +74,18 @@ def t_test(gains: Sequence[float]) -> float:
     return float(ttest_1samp(gains, 0.0).pvalue)
 
 
-def block_tests(results: Results, world: str, arms: Sequence[str], column: str) -> dict[str, float]:
+def block_tests(
+    results: Results, world: str, arms: Sequence[str], column: str
+) -> tuple[dict[str, float], float, int]:
     """p of each arm against its AdamW's by a two-way analysis of variance: seeds are blocks.
 
-    All arms together say how much a cell varies, on the premise that they vary alike: many more degrees of
-    freedom than the two of a paired t-test.
+    With it the standard error of a difference of two arms, and its degrees of freedom. All arms together say
+    how much a cell varies, on the premise that they vary alike: many more degrees of freedom than the two of a
+    paired t-test.
     """
     seeds = sorted(set.intersection(*(set(results.seeds(world, "main", "", arm)) for arm in arms)))
     if len(seeds) < 2:
-        return {}
+        return {}, math.nan, 1
     cells = {a: [accuracy(results[Key(world, "main", "", a, s)], column) for s in seeds] for a in arms}
     table = np.array(list(cells.values()), dtype=float)
     rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
@@ -89,7 +95,7 @@ def block_tests(results: Results, world: str, arms: Sequence[str], column: str) 
     for arm, own in zip(arms, table, strict=True):
         reference = results.reference(Key(world, "main", "", arm, seeds[0])).arm
         found[arm] = float(2 * t.sf(abs(own.mean() - np.mean(cells[reference])) / error, freedom))
-    return found
+    return found, error, freedom
 
 
 def holm(values: dict[Any, float]) -> dict[Any, float]:
@@ -119,11 +125,14 @@ def main_tables(results: Results, world: str) -> str:
     gains = {(arm, c): results.gains(world, "main", "", arm, c) for arm in compared for c in columns}
     paired = holm({name: t_test(values) for name, values in gains.items()})
     blocks = {c: block_tests(results, world, arms, c) for c in columns}
-    pooled = holm({(arm, c): blocks[c].get(arm, math.nan) for arm, c in gains})
+    pooled = holm({(arm, c): blocks[c][0].get(arm, math.nan) for arm, c in gains})
+    starred = sum(p < 0.05 for p in pooled.values())
+    last = 0.05 / (len(gains) - starred)
+    limits = [f"{t.isf(last / 2, freedom) * error:.2f}" for _, error, freedom in blocks.values()]
     text += (
         f"Gain in points. There are {len(gains)} tests, and what is under 0.05 by Holm's correction for all of "
         "them is bold by paired t-tests over seeds, and has a star by an analysis of variance over arms and "
-        "seeds.\n\n"
+        f"seeds. {sum(p < 0.05 for p in paired.values())} are bold, {starred} have a star.\n\n"
     )
 
     def show(name: tuple[str, str]) -> str:
@@ -132,6 +141,8 @@ def main_tables(results: Results, world: str) -> str:
         return said + (" \\*" if pooled[name] < 0.05 else "")
 
     text += markdown(("arm", *columns), ([arm, *(show((arm, c)) for c in columns)] for arm in compared)) + "\n"
+    text += "The smallest difference that one more star would take:\n\n"
+    text += markdown(columns, [limits]) + "\n"
     sizes = []
     for arm, lines in cells.items():
         chosen = [", ".join(f"{line['mergers'][m]['coefficient']:g}" for line in lines) for m in MERGERS[1:]]
@@ -149,17 +160,25 @@ def axis_tables(results: Results, axis: str) -> str:
     places = values_along(results, axis)
     arms = arms_along(axis)
     columns = ("experts", *ON_AXES, *FIXED_COLUMNS)
-    rows = []
+    rows: list[list[str]] = []
+    tests: list[list[str]] = []
+    coefficients: list[list[str]] = []
     for (own, value), arm in ((p, a) for p in places for a in arms):
         seeds = results.seeds("glyphs", own, value, arm)
         if seeds:
             lines = [results[Key("glyphs", own, value, arm, seed)] for seed in seeds]
             ratio = statistics.mean(line["norm"] / line["base_norm"] for line in lines)
             cosine = statistics.mean(line["cosine"] for line in lines)
-            shown = [spread(results.gains("glyphs", own, value, arm, c), "+.1f") for c in columns]
-            rows.append([value or "main", arm, str(len(seeds)), f"{ratio:.4f}", f"{cosine:.3f}", *shown])
+            gains = [results.gains("glyphs", own, value, arm, c) for c in columns]
+            means = [spread(g, "+.1f") for g in gains]
+            rows.append([shown(value), arm, str(len(seeds)), f"{ratio:.4f}", f"{cosine:.3f}", *means])
+            tests.append([shown(value), arm, *(f"{t_test(g):.2g}" for g in gains)])
+    for (own, value), arm in ((p, a) for p in places for a in ("adamw", *arms)):
+        lines = [results[Key("glyphs", own, value, arm, s)] for s in results.seeds("glyphs", own, value, arm)]
+        chosen = [", ".join(f"{line['mergers'][m]['coefficient']:g}" for line in lines) for m in ON_AXES[1:]]
+        coefficients.extend([[shown(value), arm, *chosen]] if lines else [])
     references = [
-        [value or "main", "adamw", *(spread([v for s in results.seeds("glyphs", own, value, "adamw")
+        [shown(value), "adamw", *(spread([v for s in results.seeds("glyphs", own, value, "adamw")
           if (v := accuracy(results[Key("glyphs", own, value, "adamw", s)], c)) is not None]) for c in columns)]
         for own, value in places if axis != "rho"
     ]  # fmt: skip
@@ -168,14 +187,16 @@ def axis_tables(results: Results, axis: str) -> str:
         text += "AdamW's accuracy in per cent:\n\n" + markdown((axis, "arm", *columns), references) + "\n"
     text += "Gain in points:\n\n"
     head = (axis, "arm", "seeds", "norm / base's", "cosine", *columns)
-    return text + markdown(head, rows) + "\n" + sign_changes(results, axis, places) + "\n"
+    text += markdown(head, rows) + "\n" + sign_changes(results, axis, places) + "\n"
+    text += "p of paired t-tests, uncorrected:\n\n" + markdown((axis, "arm", *columns), tests) + "\n"
+    return text + "Coefficients by seed:\n\n" + markdown((axis, "arm", *ON_AXES[1:]), coefficients) + "\n"
 
 
 def sign_changes(results: Results, axis: str, places: Sequence[tuple[str, str]]) -> str:
     """Where all seeds gain at one value and all lose at another, and how often chance alone would do that."""
     found, chance = [], 0.0
     for arm, column in product(arms_along(axis), (*ON_AXES, *FIXED_COLUMNS)):
-        gains = [(value or "main", g) for own, value in places
+        gains = [(shown(value), g) for own, value in places
                  if len(g := results.gains("glyphs", own, value, arm, column)) == len(SEEDS)]  # fmt: skip
         for (low, before), (high, after) in combinations(gains, 2):
             chance += 2 * 0.5 ** (len(before) + len(after))
@@ -202,20 +223,26 @@ def task_tables(results: Results, world: str) -> str:
             [results[k]["mergers"][merger]["accuracy"] for k in (key, results.reference(key))] for key in keys
         ]
         gains = [[100 * (own[t] - other[t]) for own, other in pairs if t in own] for t in tasks]
-        rows.append([value or "all 8", merger, arm, *(spread(each, "+.1f") for each in gains)])
-    return f"## {world}: gains by task\n\n" + markdown(("tasks", "merger", "arm", *tasks), rows) + "\n"
+        means = sorted(statistics.mean(each) for each in gains if each)
+        rest = f"{statistics.mean(means[:-1]):+.1f}"
+        rows.append([value or "all 8", merger, arm, *(spread(each, "+.1f") for each in gains), rest])
+    head = ("tasks", "merger", "arm", *tasks, "all but the largest gain")
+    return f"## {world}: gains by task\n\n" + markdown(head, rows) + "\n"
 
 
 def predictions(results: Results, world: str) -> str:
     """Rank correlations of what was measured with the gain, over arms that are not AdamW's."""
     columns = (*ON_AXES, *FIXED_COLUMNS)
     arms = list(dict.fromkeys(k[:4] for k in results if k.world == world and k.axis in ("main", "rho")))
-    groups = (arms, [arm for arm in arms if arm[1] == "main"])
+    groups = [arms, [arm for arm in arms if arm[1] == "main"]]
+    apart = [k[:4] for k, line in results.items() if k.axis in MEASURED["axes"] and "measures" in line]
+    groups += [list(dict.fromkeys(k for k in apart if k[0] == world))] if apart and world == "glyphs" else []
     points = {(n, c): [[p for arm in group if (p := point_of(results, arm, n, c))] for group in groups]
               for n, c in product(MEASURES, columns)}  # fmt: skip
     counts = list(map(len, points["norm", "average"]))
     if counts[1] < 5:
         return ""
+    third = " / over base, batch and distance" if len(groups) > 2 else ""
     rows = [
         [n, *(" / ".join(f"{spearmanr(side).statistic:+.2f}" for side in points[n, c]) for c in columns)]
         for n in MEASURES
@@ -223,17 +250,21 @@ def predictions(results: Results, world: str) -> str:
     return (
         f"## {world}: what predicts a gain?\n\nSpearman's ρ between a measure, as it differs from AdamW's, and "
         f"the gain: over {counts[0]} points (an arm, or a value of ρ, in the mean of its seeds) / over the "
-        f"{counts[1]} main arms alone. No p: points share AdamW's chance, and those along ρ are doses of one "
-        "thing.\n\n" + markdown(("measure", *columns), rows) + "\n" + longer_steps(results, world)
+        f"{counts[1]} main arms alone{third}. No p: points share AdamW's chance, and those along ρ are "
+        "doses of one thing.\n\n" + markdown(("measure", *columns), rows) + "\n" + longer_steps(results, world)
     )
 
 
 def alignment_table(results: Results) -> str:
     """The same as a table, with rank correlations."""
     known = alignment(results)
-    columns = ("task_arithmetic", "ties", "tsvm")
+    columns = ("task_arithmetic", "ties", "tsvm", "epimer")
     rows = [
-        ["/".join(filter(None, cell)), f"{points['ties'][0]:+.4f}", *(f"{points[c][1]:+.1f}" for c in columns)]
+        [
+            "/".join(map(shown, filter(None, cell))),
+            f"{points['ties'][0]:+.4f}",
+            *(f"{points[c][1]:+.1f}" for c in columns),
+        ]
         for cell, points in known.items()
     ]
     groups = {"all": list(known), "but for ρ": [cell for cell in known if cell[1] != "rho"]}
@@ -241,15 +272,80 @@ def alignment_table(results: Results) -> str:
         [f"Spearman, {name} {len(cells)}", "", *(f"{spearmanr([known[c][m] for c in cells]).statistic:+.2f}"
          for m in columns)] for name, cells in groups.items()
     ]  # fmt: skip
-    below = [
-        sum((known[c][m][1] > 0) == (known[c][m][0] < 0.012) for c in groups["but for ρ"] if m in known[c])
-        for m in columns
-    ]
-    ranks.append(["gain below a rise of .012, loss above, but for ρ", "", *map(str, below)])
+    own = {
+        cell: statistics.mean(results[Key(*cell, seed)]["cosine"] for seed in results.seeds(*cell))
+        for cell in known
+    }
+    for name, cells in groups.items():
+        found = [spearmanr([(own[c], known[c][m][1]) for c in cells]).statistic for m in columns]
+        ranks.append(
+            [f"the same of SAM's or ASAM's own cosine, {name} {len(cells)}", "", *(f"{r:+.2f}" for r in found)]
+        )
+    after = [cell for cell in known if cell[1] == "distance" and cell[2].endswith("1200")]
+    before = [cell for cell in groups["but for ρ"] if cell not in after]
+    for name, cells in {"but for ρ": groups["but for ρ"], "before the rule": before, "after": after}.items():
+        gains = {m: [known[c][m] for c in cells] for m in columns}
+        obey = [sum((gain > 0) == (rise < 0.012) for rise, gain in g) for g in gains.values()]
+        common = [max(n := sum(gain > 0 for _, gain in g), len(g) - n) for g in gains.values()]
+        ranks.append([f"gain below a rise of .012, loss above, {name} {len(cells)}", "", *map(str, obey)])
+        ranks.append([f"the commoner sign, {name} {len(cells)}", "", *map(str, common)])
     return (
         "## SAM and ASAM: the cosine between task vectors\n\nHow much larger its mean is than with AdamW, and "
         "gains in points.\n\n" + markdown(("cell", "cosine", *columns), [*rows, *ranks]) + "\n"
     )
+
+
+def rho_table(results: Results) -> str:
+    """Gains over ρ as a share of the base's norm, which is what two models have in common."""
+    cells = dict.fromkeys(k[:4] for k in results if k.arm in RHOS and k.axis in ("main", "rho"))
+    rows = []
+    for world, axis, value, arm in cells:
+        lines = [results[Key(world, axis, value, arm, s)] for s in results.seeds(world, axis, value, arm)]
+        share = statistics.mean(line["rho"] / line["base_norm"] for line in lines)
+        moved = statistics.mean(line["norm"] / line["base_norm"] for line in lines)
+        gains = [spread(results.gains(world, axis, value, arm, c), "+.1f") for c in ("experts", *ON_AXES)]
+        rows.append((arm, share, [arm, f"{share:.1e}", world, value or "1", f"{moved:.4f}", *gains]))
+    rows.sort(key=lambda row: row[:2])
+    head = ("arm", "ρ / base's norm", "world", "times ρ", "task vector's norm / base's", "experts", *ON_AXES)
+    return (
+        "## ρ relative to the base's norm\n\nGain in points.\n\n" + markdown(head, (r[2] for r in rows)) + "\n"
+    )
+
+
+def language_model_table() -> str:
+    """The cosine's rise and the gains in experiments/mergopt_smollm2, means over seeds."""
+    arms = json.loads((Path(__file__).parents[1] / "mergopt_smollm2/results.json").read_text())["arms"]
+    mergers = ("average", "task_arithmetic", "ties", "tsvm")
+
+    def points(cell: dict[str, Any], merger: str) -> float:
+        accuracies = {t: a for t, a in cell["mergers"][merger]["test"].items() if t != "stories"}
+        return 100 * statistics.mean(accuracies.values())
+
+    rows = []
+    for arm in ("sam", "asam", "sgd"):
+        pairs = [(arms[f"{arm}-{seed}"], arms[f"adamw-{seed}"]) for seed in SEEDS]
+        means = [[statistics.mean(a["vectors"]["cosine"].values()) for a in pair] for pair in pairs]
+        rise = [own - other for own, other in means]
+        gains = [[points(a, m) - points(b, m) for a, b in pairs] for m in mergers]
+        rows.append([arm, spread(rise, "+.3f"), *(", ".join(f"{g:+.1f}" for g in each) for each in gains)])
+    return (
+        "## SmolLM2: the cosine between task vectors\n\nOf experiments/mergopt_smollm2: the rise over AdamW's, "
+        "and gains by seed in points.\n\n" + markdown(("arm", "cosine", *mergers), rows) + "\n"
+    )
+
+
+def seconds_table(results: Results) -> str:
+    """What cells took, several at once on a card."""
+    kinds: dict[str, list[float]] = {}
+    for key, line in results.items():
+        if "seconds" in line:
+            kind = f"{key.world}, {key.axis}" + ", with EpiMer's settings" * ("epimer" in line)
+            kinds.setdefault(kind, []).append(sum(line["seconds"].values()))
+    rows = [
+        [kind, str(len(s)), *(f"{f(s):.0f}" for f in (min, statistics.median, max))]
+        for kind, s in kinds.items()
+    ]
+    return "## Seconds of a cell\n\n" + markdown(("cells", "number", "least", "median", "most"), rows) + "\n"
 
 
 def longer_steps(results: Results, world: str) -> str:
@@ -337,7 +433,10 @@ def report(results: Results) -> str:
         *(task_tables(results, world) for world in results.worlds()),
         *(predictions(results, world) for world in results.worlds()),
         alignment_table(results),
+        rho_table(results),
+        language_model_table(),
         epimer_tables(results),
+        seconds_table(results),
     ])  # fmt: skip
 
 

@@ -76,11 +76,19 @@ ARMS = CORE | OTHERS
 RHOS = {"sam": 0.05, "asam": 0.5}
 TIMES_RHO = (0.1, 0.2, 0.5, 2.0, 4.0, 10.0)
 """Along ρ: these times the published one."""
+MORE_RHO = {"minilm": (4.0, 16.0), "glyphs": (0.25,)}
+"""At the published ρ, ρ over the base's norm is four times as large on glyphs as in minilm. So 4 there matches
+1 on glyphs, 16 matches 4, and 0.25 on glyphs matches 1 there."""
 DISTANCES = ((5e-5, 100), (5e-5, 300), (2e-4, 100), (8e-4, 300), (2e-4, 1200), (8e-4, 1200))
 """Learning rate and steps; the main arms stand between them, at 2e-4 × 300."""
 STRENGTHS = (500, 2000, 6000)
 """Steps of pretraining; the main arms start from the shipped model's 20,000."""
 BATCHES = (16, 256)
+SAME_COST = ("sam, same cost", "asam, same cost")
+SAME_COST_AT = {"base": ("2000", "6000"), "batch": ("256",)}
+"""Where SAM and ASAM gain at AdamW's steps."""
+MEASURED = {"axes": ("base", "batch", "distance"), "arms": ("adamw", "sam", "asam")}
+"""Cells whose curvature, linearity and disentanglement are measured apart."""
 COUNTS = (2, 4, 6)
 """Tasks that are merged, of the main cells' experts: nested, in an order drawn by the seed; they have 8."""
 GROUPS = {
@@ -99,7 +107,7 @@ ALONG: dict[str, tuple[str | None, ...]] = {
     "base": (*map(str, STRENGTHS), None),
     "tasks": (*map(str, COUNTS), None),
     "likeness": ("unlike", "four alphabets", "alike", "one alphabet"),
-    "rho": ("0.1", "0.2", "0.5", None, "2", "4", "10"),
+    "rho": ("0.1", "0.2", "0.25", "0.5", None, "2", "4", "10"),
     "batch": ("16", None, "256"),
 }  # fmt: skip
 """The values of each axis in order; None is the main cell."""
@@ -126,6 +134,7 @@ class Cell:
         axis, value: what differs from the main cells; "main" and "" there.
         lines: overrides that make the difference and the arm.
         times_fit: the offsets' size in units of the fitted one, where it is not that.
+        only_measures: whether the experts are measured and not merged, in a line beside the cell's own.
     """
 
     world: str
@@ -135,10 +144,12 @@ class Cell:
     seed: int
     lines: tuple[str, ...]
     times_fit: float | None = None
+    only_measures: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.world}/{self.axis}/{self.value}/{self.arm}/{self.seed}"
+        name = f"{self.world}/{self.axis}/{self.value}/{self.arm}/{self.seed}"
+        return f"{name}/measures" if self.only_measures else name
 
     @property
     def awaits(self) -> str:
@@ -157,7 +168,7 @@ class Cell:
     @property
     def is_measured(self) -> bool:
         """Whether curvature, linearity and disentanglement are."""
-        return self.axis in ("main", "rho")
+        return self.only_measures or self.axis in ("main", "rho")
 
     @property
     def has_subsets(self) -> bool:
@@ -178,6 +189,7 @@ def list_cells(bases: Path | None, worlds: Sequence[str] = tuple(WORLDS)) -> lis
         *_axes(bases, SEEDS[:2]),
         *_main("minilm", OTHERS),
         *_axes(bases, SEEDS[2:]),
+        *_further(bases),
     ]
     return [cell for cell in order if cell.world in worlds]
 
@@ -189,20 +201,42 @@ def _main(world: str, arms: dict[str, tuple[str, ...]]) -> Iterator[Cell]:
 
 
 def _axes(bases: Path | None, seeds: Sequence[int]) -> Iterator[Cell]:
+    for seed in seeds:
+        for axis, values in _changes(bases).items():
+            for (value, changes), (arm, lines) in product(values.items(), CORE.items()):
+                yield Cell("glyphs", axis, value, arm, seed, (*lines, *changes))
+            if axis == "distance":
+                yield from _rhos("glyphs", TIMES_RHO, seed)
+
+
+def _changes(bases: Path | None) -> dict[str, dict[str, tuple[str, ...]]]:
+    """Overrides by axis and value."""
     distances = {f"{lr:g} x {n}": (f"training.lr={lr:g}", f"training.steps={n}") for lr, n in DISTANCES}
     axes: dict[str, dict[str, tuple[str, ...]]] = {"distance": distances}
     if bases is not None:
         axes["base"] = {str(n): (f"base={bases.resolve()}/step_{n}.safetensors",) for n in STRENGTHS}
     axes["batch"] = {str(n): (f"training.batch_size={n}",) for n in BATCHES}
     axes["likeness"] = {"one alphabet": _one_alphabet()}
-    for seed in seeds:
-        for axis, values in axes.items():
-            for (value, changes), (arm, lines) in product(values.items(), CORE.items()):
-                yield Cell("glyphs", axis, value, arm, seed, (*lines, *changes))
-            if axis == "distance":
-                for (arm, rho), times in product(RHOS.items(), TIMES_RHO):
-                    lines = (*CORE[arm], f"optimizer.rho={rho * times:g}")
-                    yield Cell("glyphs", "rho", f"{times:g}", arm, seed, lines)
+    return axes
+
+
+def _rhos(world: str, multiples: Sequence[float], seed: int) -> Iterator[Cell]:
+    for (arm, rho), times in product(RHOS.items(), multiples):
+        yield Cell(world, "rho", f"{times:g}", arm, seed, (*CORE[arm], f"optimizer.rho={rho * times:g}"))
+
+
+def _further(bases: Path | None) -> Iterator[Cell]:
+    """ρ relative to the base's norm, equal cost along axes, and what is measured apart."""
+    axes = _changes(bases)
+    for seed, (world, multiples) in product(SEEDS, MORE_RHO.items()):
+        yield from _rhos(world, multiples, seed)
+    for seed, (axis, values), arm in product(SEEDS, SAME_COST_AT.items(), SAME_COST):
+        for value in (v for v in values if v in axes.get(axis, {})):
+            yield Cell("glyphs", axis, value, arm, seed, (*OTHERS[arm], *axes[axis][value]))
+    for seed, axis, arm in product(SEEDS, MEASURED["axes"], MEASURED["arms"]):
+        for value, changes in axes.get(axis, {}).items():
+            lines = (*CORE[arm], *changes)
+            yield Cell("glyphs", axis, value, arm, seed, lines, only_measures=True)
 
 
 def _one_alphabet() -> tuple[str, ...]:

@@ -9,15 +9,15 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from cells import ALONG, CORE
-from results_by_cell import Results, alignment, arms_along, values_along
+from results_by_cell import Results, alignment, arms_along, shown, values_along
 
 SHOWN = (-9.0, 9.0)
-"""Points that the figure shows. What falls below: the largest ρ, and task arithmetic at 0.4."""
+"""Points that the figures show. What falls outside: the largest ρ, and task arithmetic at 0.4."""
 DRAWN = ("average", "task_arithmetic", "task_arithmetic at 0.4", "ties", "tsvm", "epimer")
 
-TITLES = {"distance": "learning rate x steps", "base": "steps of pretraining", "tasks": "tasks merged",
+TITLES = {"distance": "learning rate × steps", "base": "steps of pretraining", "tasks": "tasks merged",
           "likeness": "four tasks", "batch": "batch", "rho": "ρ / the published"}  # fmt: skip
-MAIN_VALUE = {"distance": "2e-4 x 300", "base": "20000", "tasks": "8", "likeness": "all 8", "batch": "64",
+MAIN_VALUE = {"distance": "2e-4 × 300", "base": "20000", "tasks": "8", "likeness": "all 8", "batch": "64",
               "rho": "1"}  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def draw_axes(results: Results, path: Path) -> None:
         panel = panels[row][column]
         panel.axhline(0, color="black", linewidth=0.8)
         panel.set_ylim(*SHOWN)
-        for number, arm in enumerate(arms_along(axis)):
+        for number, arm in enumerate(arm for arm in arms_along(axis) if arm in CORE):
             gains = {x: g for x, (own, value) in enumerate(places)
                      if (g := results.gains("glyphs", own, value, arm, merger))}  # fmt: skip
             ends = {x + 0.1 * (number - 1): g for x, g in gains.items()}
@@ -53,7 +53,7 @@ def draw_axes(results: Results, path: Path) -> None:
                     color=f"C{number}",
                     capsize=2,
                 )
-        names = [value or MAIN_VALUE[axis] for _, value in places]
+        names = [shown(value or MAIN_VALUE[axis]) for _, value in places]
         panel.set_xticks(range(len(places)), names, fontsize=8, rotation=40, ha="right")
         panel.tick_params(axis="y", labelsize=8)
         if row == 0:
@@ -71,18 +71,18 @@ def draw_axes(results: Results, path: Path) -> None:
 def draw_alignment(results: Results, path: Path) -> None:
     """Gains of tuned task arithmetic and TIES over the rise of the cosine."""
     fig, panels = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
-    groups = {"main, glyphs": ("glyphs", "main"), "main, minilm": ("minilm", "main")}
-    groups |= {axis: ("glyphs", axis) for axis in ALONG}
+    groups = {"main, glyphs": [("glyphs", "main")], "main, minilm": [("minilm", "main")]}
+    groups |= {axis: [("glyphs", axis), ("minilm", axis)] for axis in ALONG}
     for panel, column in zip(panels, ("task_arithmetic", "ties"), strict=True):
         panel.axhline(0, color="black", linewidth=0.8)
-        for number, (name, kind) in enumerate(groups.items()):
-            points = [p[column] for cell, p in alignment(results).items() if cell[:2] == kind]
+        for number, (name, kinds) in enumerate(groups.items()):
+            points = [p[column] for cell, p in alignment(results).items() if cell[:2] in kinds]
             panel.plot(
                 *zip(*points, strict=True), "os^vD*PX"[number], color=f"C{number}", label=name, markersize=5
             )
         panel.set_ylim(*SHOWN)
         panel.set_title(column.replace("_", " "), fontsize=9)
-        panel.set_xlabel("cosine between task vectors, over AdamW's", fontsize=8)
+        panel.set_xlabel("mean cosine between task vectors, minus AdamW's", fontsize=8)
     panels[0].set_ylabel("gain over AdamW in points", fontsize=8)
     panels[1].legend(fontsize=7)
     fig.tight_layout()

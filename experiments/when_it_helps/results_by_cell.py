@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from cells import ALONG, ARMS, CORE, RHOS
+from cells import ALONG, ARMS, CORE, RHOS, SAME_COST, SAME_COST_AT
 
 Line = dict[str, Any]
 
@@ -25,8 +25,15 @@ class Results(dict[Key, Line]):
 
     @classmethod
     def of(cls, lines: Iterable[Line]) -> "Results":
-        """The latest good line of each cell."""
-        return cls({Key(*(line[name] for name in Key._fields)): line for line in lines if "error" not in line})
+        """The latest good line of each cell, with what was measured apart."""
+        found, apart = cls(), {}
+        for line in lines:
+            if "error" not in line:
+                into = apart if line.get("only_measures") else found
+                into[Key(*(line[name] for name in Key._fields))] = line
+        for key in found.keys() & apart.keys():
+            found[key] = {**found[key], "measures": apart[key]["measures"]}
+        return found
 
     def reference(self, key: Key) -> Key:
         """AdamW's cell that a cell is compared with; of values that AdamW does not have, the main one."""
@@ -82,13 +89,22 @@ def values_along(results: Results, axis: str) -> list[tuple[str, str]]:
 
 def arms_along(axis: str) -> list[str]:
     """Those that have cells along an axis."""
-    return list(RHOS) if axis == "rho" else [arm for arm in CORE if arm != "adamw"]
+    if axis == "rho":
+        return list(RHOS)
+    return [*(arm for arm in CORE if arm != "adamw"), *(SAME_COST if axis in SAME_COST_AT else ())]
+
+
+def shown(value: str) -> str:
+    """A value as tables and figures write it."""
+    for own, short in (("5e-05", "5e-5"), ("0.0002", "2e-4"), ("0.0008", "8e-4"), (" x ", " × ")):
+        value = value.replace(own, short)
+    return value or "main"
 
 
 def alignment(results: Results) -> dict[tuple[str, str, str, str], dict[str, tuple[float, float]]]:
     """Of SAM and ASAM at every value of every axis: how much more alike task vectors are, and each gain."""
     cells = dict.fromkeys(k[:4] for k in results if k.arm in RHOS)
-    columns = ("task_arithmetic", "ties", "tsvm")
+    columns = ("task_arithmetic", "ties", "tsvm", "epimer")
     known = {cell: {c: p for c in columns if (p := point_of(results, cell, "cosine", c))} for cell in cells}
     return dict(sorted(((k, v) for k, v in known.items() if v), key=lambda each: each[1]["ties"][0]))
 

@@ -19,6 +19,9 @@ from typing import Any
 
 from cells import WORLDS, Cell, list_cells
 
+KEY = ("world", "axis", "value", "arm", "seed")
+"""Of a cell and its lines."""
+
 
 def work(link: Connection, store: Path, more: dict[str, list[str]], small: bool) -> None:
     """In a process of its own: one cell after the other, as they come."""
@@ -81,7 +84,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def name_of(line: dict[str, Any]) -> str:
     """A line's cell."""
-    return f"{line['world']}/{line['axis']}/{line['value']}/{line['arm']}/{line['seed']}"
+    name = f"{line['world']}/{line['axis']}/{line['value']}/{line['arm']}/{line['seed']}"
+    return f"{name}/measures" if line.get("only_measures") else name
 
 
 def choose(left: list[Cell], under_way: set[str]) -> Cell:
@@ -128,7 +132,7 @@ def run(left: list[Cell], workers: list[Worker], out: Path, ends: tuple[float, f
                         worker.process.kill()
                         ready.discard(worker.link)
                         workers[workers.index(worker)] = worker.again()
-                    parts = {k: getattr(cell, k) for k in ("world", "axis", "value", "arm", "seed")}
+                    parts = {k: getattr(cell, k) for k in (*KEY, "only_measures")}
                     stream.write(json.dumps({**parts, "error": found}) + "\n")
                     said = found
                 else:

@@ -181,11 +181,11 @@ def list_pairs(measured: Interference) -> list[Pair]:
 
 
 def _rank_layers(measured: Interference, i: int, j: int) -> list[tuple[str, float]]:
-    def amount(layer: Layer) -> float:
+    def measure_amount(layer: Layer) -> float:
         sums = layer.sums
         return float(sums.harm[i, j] + sums.harm[j, i] if measured.has_fishers else sums.lost[i, j])
 
-    amounts = {layer.name: amount(layer) for layer in measured.layers}
+    amounts = {layer.name: measure_amount(layer) for layer in measured.layers}
     whole = sum(amounts.values())
     largest = sorted(amounts.items(), key=lambda item: -item[1])[:5]
     return [(name, value / whole if whole else 0.0) for name, value in largest]

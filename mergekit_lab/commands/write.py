@@ -142,7 +142,7 @@ def _write_adapter(
     notes: Notes = {}
     arguments = _collect_arguments(prepared)
     merge = AdapterMerge(arguments.pop("base"), arguments.pop("experts"), arguments.pop("method"), rank, energy)
-    streamed = merge.changes(**arguments, notes=notes)
+    streamed = merge.read_changes(**arguments, notes=notes)
     beside = plan_files_beside(prepared, "adapter")
     planned: dict[str, int] = {}
     with make_folder(out, overwrite, planned) as folder:

@@ -138,11 +138,11 @@ def _run_blocks(reader: Reader, names: list[str], survey: Any, out: Mapping[str,
     tensor = None
     if not reader.pools:
 
-        def blocks() -> Iterator[tuple[Tensor, Tensor, Site]]:
+        def read_blocks() -> Iterator[tuple[Tensor, Tensor, Site]]:
             for piece in pieces:
                 yield *read(piece), reader.make_site(piece, survey=survey)
 
-        tensor = method.survey_tensor(names[0], out[names[0]].numel(), blocks)
+        tensor = method.survey_tensor(names[0], out[names[0]].numel(), read_blocks)
     for piece in pieces:
         base, deltas = read(piece)
         members = [segment.name for segment in piece]

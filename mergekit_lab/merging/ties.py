@@ -117,7 +117,7 @@ _Blocks = Callable[[], Iterator[tuple[Tensor, Site]]]
 
 
 def _read_blocks(stream: Stream) -> Iterator[tuple[Tensor, Site]]:
-    return ((deltas, site) for _, deltas, site in stream.blocks())
+    return ((deltas, site) for _, deltas, site in stream.read_blocks())
 
 
 class _TIESSurvey:

@@ -28,7 +28,7 @@ from mergekit_lab.runs.given_up import give_up, read_reason
 from mergekit_lab.runs.keeper import StoreKeeper
 from mergekit_lab.runs.mergers import build_mergers
 from mergekit_lab.runs.nodes import Node
-from mergekit_lab.runs.own_code import code_content
+from mergekit_lab.runs.own_code import describe_code
 from mergekit_lab.runs.products import describe_product
 from mergekit_lab.runs.settle import find_weights_key
 from mergekit_lab.runs.spread import spread
@@ -189,7 +189,7 @@ class Run:
 
     def describe_backbone(self, backbone: Backbone) -> dict[str, Any]:
         """What decides the weights of a backbone of the run's class, and what it does with them."""
-        return {**backbone.identify(), **code_content(self.plain["backbone"])}
+        return {**backbone.identify(), **describe_code(self.plain["backbone"])}
 
     @cached_property
     def base_state(self) -> dict[str, Tensor]:
@@ -204,7 +204,7 @@ class Run:
         """
         return self.parametrization.make_evaluable(self.backbone.make_model()).to(self.device)
 
-    def model_to_score(self, task: str) -> nn.Module:
+    def find_model_to_score(self, task: str) -> nn.Module:
         """The run's model, as scores on a task are computed: compiled, if that is asked for and can be."""
         objective = self.make_objective(task)
         if not self.cfg.evaluation_compile or not objective.replays_forward:
@@ -225,11 +225,11 @@ class Run:
             self._objectives[task] = self.backbone.make_objective(self.tasks[task])
         return self._objectives[task].to(self.device)
 
-    def data_content(self, tasks: Sequence[str]) -> dict[str, str]:
+    def describe_data(self, tasks: Sequence[str]) -> dict[str, str]:
         """The fingerprints of these tasks' data."""
         return {task: self.tasks[task].fingerprint() for task in tasks}
 
-    def scoring_content(self, task: str) -> dict[str, Any]:
+    def describe_scoring(self, task: str) -> dict[str, Any]:
         """What decides a score besides model and data, if there are several ways."""
         how = self.backbone.describe_scoring(self.tasks[task])
         return {"scoring": how} if how else {}

@@ -205,9 +205,13 @@ def test_advice_cites_what_stands_in_its_studies() -> None:
         assert number in alike.evidence
         assert number in row
     study = (folder / "experiments/when_it_helps/README.md").read_text()
-    for number, cited in (("34 of 57", method), ("4.4 ± 1.2", rank), ("6.2 ± 0.1", rank)):
+    cited_there = (("34 of 57", method), ("1 of 3", method), ("4.4 ± 1.2", rank), ("6.2 ± 0.1", rank))
+    for number, cited in cited_there:
         assert number in cited.evidence
         assert number in study
+    for number in ("68.1", "79.6", "86.2", "64.9", "72.0", "77.5"):
+        assert number in method.evidence
+        assert f"{number} ±" in study
     gallery = (folder / "docs/gallery.md").read_text()
     for number in ("80.7", "78.1", "95.8", "94.9"):
         assert number in rank.evidence

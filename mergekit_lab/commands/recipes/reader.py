@@ -283,7 +283,7 @@ class _RecipeReader:
             dtype=None if dtype is None else str(dtype),
             embeddings=embeddings,
             tokenizer_from=tokenizer,
-            chat_template=self.chat_template(),
+            chat_template=self.read_chat_template(),
             notes=self.list_notes(),
             text=text,
             tokens=self.read_tokens([[base for base, _ in rows], *columns]) if embeddings else None,
@@ -376,7 +376,7 @@ class _RecipeReader:
         own = self.content.get("chat_template") == "auto"
         return [*unused, *(["the recipe's chat_template is the tokenizer's own"] if own else [])]
 
-    def chat_template(self) -> str | None:
+    def read_chat_template(self) -> str | None:
         template = self.content.get("chat_template")
         if template in (None, "auto"):
             return None
