@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "mergekit_lab"
 NODES = [(f.name, node) for f in sorted(PACKAGE.rglob("*.py")) for node in ast.walk(ast.parse(f.read_text()))]
-VAGUE = {"found", "place", "places"}
+VAGUE = {"found", "given", "place", "places", "said", "told"}
 PARTICIPLE = re.compile(r"_*(?!embed|need|seed)([a-z]+ed|found|given|kept|made|met|said|sent|shown|told)$")
 
 VERBS = set(

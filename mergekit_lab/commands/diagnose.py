@@ -69,8 +69,8 @@ class Diagnose:
         advice = advise(measured)
         folder.mkdir(parents=True, exist_ok=True)
         commands = self._list_next_commands() if (measured.total.norms > 0).sum() > 1 else []
-        told = as_json(measured, advice, notes) | {"commands": commands}
-        (folder / FILE).write_text(json.dumps(told, indent=1, allow_nan=False) + "\n")
+        diagnosis = as_json(measured, advice, notes) | {"commands": commands}
+        (folder / FILE).write_text(json.dumps(diagnosis, indent=1, allow_nan=False) + "\n")
         for note in notes:
             log.info("%s", note)
         show(measured, advice, Console())

@@ -371,11 +371,11 @@ def merge_state_dicts(
         InputError: inputs that disagree (every offender is named), NaN or infinite entries, no experts,
             missing side inputs, unreadable files, a pattern that matches nothing, a device that is not there.
     """
-    for kind, given in (("fisher", fishers), ("gram", grams)):
-        if given is not None and kind in (statistics or {}):
+    for kind, sources in (("fisher", fishers), ("gram", grams)):
+        if sources is not None and kind in (statistics or {}):
             raise InputError(f"give either {kind}s=… or statistics={{{kind!r}: …}}, not both")
-        if given is not None:
-            statistics = {**(statistics or {}), kind: given}
+        if sources is not None:
+            statistics = {**(statistics or {}), kind: sources}
     origin = open_checkpoint(base, "the base")
     pairs = dict(
         merge_tensors(

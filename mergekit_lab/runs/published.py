@@ -119,8 +119,8 @@ class _Measured:
     def __call__(self, row: str, column: str) -> float | None:
         if row in ("training_seconds", "ks_distance", "mean_log_likelihood"):
             tasks = [task for task in self.run.tasks if column in ("average", task)]
-            told = [value for task in tasks if (value := self._read_expert(task, row)) is not None]
-            return sum(told) / len(told) if told else None
+            values = [value for task in tasks if (value := self._read_expert(task, row)) is not None]
+            return sum(values) / len(values) if values else None
         if column in ("steps_per_second", "gigabytes"):
             costs = [cost for task in self.run.tasks if (cost := self._read_cost(task, column)) is not None]
             return sum(costs) / len(costs) if costs and row == "experts" else None
