@@ -14,8 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from mergekit_lab.errors import InputError
 from mergekit_lab.paths import find_conf_dir
 
-# Read when torch loads. By default its threads spin so long at barriers that two runs on the same cores
-# take twenty times as long as one; so they share them, and a run alone is as fast.
+# OpenMP threads spin at barriers. By default two runs on the same cores then take twenty times as long as one.
+# This limit shares the cores and costs a single run nothing. torch reads it when it loads.
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 _FULL_ERROR = "HYDRA_FULL_ERROR" in os.environ
@@ -32,8 +32,8 @@ def main(cfg: DictConfig) -> float | None:
 
     settings = HydraConfig.get()
     try:
-        said: Any = OmegaConf.to_container(settings.overrides.task, resolve=False)  # texts, with their `${…}`
-        return start(cfg, Path(settings.runtime.output_dir), settings.runtime.choices, said)
+        overrides: Any = OmegaConf.to_container(settings.overrides.task, resolve=False)  # with their `${…}`
+        return start(cfg, Path(settings.runtime.output_dir), settings.runtime.choices, overrides)
     except InputError as error:
         if settings.mode is RunMode.RUN and not _FULL_ERROR:  # a sweep hears of its jobs by what they raise
             raise SystemExit(str(error)) from None
@@ -67,10 +67,9 @@ def run() -> None:
     from mergekit_lab.workers import leave, raise_on_sigterm
 
     outlive_console()
-    called = Path(sys.argv[0]).stem
-    if (
-        text := answer(sys.argv[1:], "mergekit-lab" if called == "mergekit-lab" else "python -m mergekit_lab")
-    ) is not None:
+    is_script = Path(sys.argv[0]).stem == "mergekit-lab"
+    text = answer(sys.argv[1:], "mergekit-lab" if is_script else "python -m mergekit_lab")
+    if text is not None:
         print(text)
         return
     try:

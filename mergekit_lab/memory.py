@@ -1,4 +1,4 @@
-"""Work that is made smaller until it fits a device's memory."""
+"""A device's memory: work that is made smaller until it fits, and the peak."""
 
 import logging
 from collections.abc import Callable
@@ -58,3 +58,14 @@ def fit_memory(
         )  # fmt: skip
         size = less
         torch.cuda.empty_cache()  # out of `except`, where the error would keep what did not fit
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Begin to measure anew. Does nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def read_peak_memory(device: torch.device) -> int | None:
+    """Bytes since the last reset on a CUDA device; None on a CPU, where only the process's peak is known."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

@@ -34,8 +34,8 @@ def start(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: 
         What a run returns to a sweeper.
 
     Raises:
-        InputError: a user's mistake. `failure.json` in the folder says so too, unless results of an earlier
-            run lie there, which a mistake leaves as they are, or no work was begun and nobody named the folder.
+        InputError: a user's mistake. `failure.json` says so, with two exceptions: results of an earlier run
+            stay as they are, and a folder that nobody named is not created for it.
     """
     with leave_failures(cfg, folder, overrides):
         if cfg.get("command") in COMMANDS:
@@ -76,20 +76,27 @@ def leave_failures(cfg: DictConfig, folder: Path, overrides: list[str]) -> Itera
         with suppress(OSError):  # the disk may be what failed
             write_failure(folder, overrides, f"{type(error).__name__}: {error}")
             (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
-        from mergekit_lab.store.store import is_full
-
-        if isinstance(error, OSError) and not is_full(error):
-            where = Path(error.filename2 or error.filename or "/")
-            if where.is_relative_to(folder):
-                raise InputError(
-                    f"{where} cannot be written ({error.strerror}): move it away, or set run_dir=PATH"
-                ) from error
-        if isinstance(error, InputError) or not is_full(error):
+        explained = None if isinstance(error, InputError) else _explain_disk_error(error, folder)
+        if explained is None:
             raise
-        raise InputError(
+        raise explained from error
+
+
+def _explain_disk_error(error: Exception, folder: Path) -> InputError | None:
+    """What to do where the run's folder has no room or cannot be written. None of other errors."""
+    from mergekit_lab.store.store import is_full
+
+    if is_full(error):
+        return InputError(
             f"no room for more in the run's folder {folder} ({error}): free some, or set run_dir=PATH; what "
             "was finished is in the store, and the same command finds it there"
-        ) from error
+        )
+    if not isinstance(error, OSError):
+        return None
+    path = Path(error.filename2 or error.filename or "/")
+    if not path.is_relative_to(folder):
+        return None
+    return InputError(f"{path} cannot be written ({error.strerror}): move it away, or set run_dir=PATH")
 
 
 def _holds_results(folder: Path) -> bool:
@@ -102,11 +109,12 @@ def _is_unnamed(folder: Path) -> bool:
     if not HydraConfig.initialized() or _is_in_sweep():
         return False
     settings = HydraConfig.get()
-    overrides: Any = OmegaConf.to_container(settings.overrides, resolve=False)
-    said = [*overrides["task"], *overrides["hydra"]]
-    made = None if OmegaConf.is_missing(settings.runtime, "output_dir") else settings.runtime.output_dir
-    named = any(each.lstrip("+").split("=")[0] in ("run_dir", "hydra.run.dir") for each in said)
-    return made == str(folder) and not named
+    texts: Any = OmegaConf.to_container(settings.overrides, resolve=False)
+    overrides = [*texts["task"], *texts["hydra"]]
+    is_made = not OmegaConf.is_missing(settings.runtime, "output_dir")
+    folder_of_hydra = settings.runtime.output_dir if is_made else None
+    is_named = any(each.lstrip("+").split("=")[0] in ("run_dir", "hydra.run.dir") for each in overrides)
+    return folder_of_hydra == str(folder) and not is_named
 
 
 def _is_in_sweep() -> bool:

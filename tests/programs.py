@@ -36,7 +36,7 @@ import backbone, composing, pictures
 sys.path.pop(0)
 pictures.leave_undrawn().start()
 small = backbone.be_small(backbone.write_small(own))
-unittest.mock.patch("mergekit_lab.store.store._fsync").start()
+unittest.mock.patch("mergekit_lab.store.store.sync_to_disk").start()
 composing.composed([])
 composing.HydraConfig.instance().cfg = None
 composing.GlobalHydra.instance().clear()

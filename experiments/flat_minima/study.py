@@ -101,7 +101,7 @@ def run_stages(lines: list[str], folder: Path) -> tuple:
 
     from mergekit_lab.paths import find_conf_dir
     from mergekit_lab.programs import start
-    from mergekit_lab.runs.report import collect
+    from mergekit_lab.runs.report import collect, read_evaluations
     from mergekit_lab.runs.run import Run
 
     lines = [*lines, "stage=[finetune,curvature,merge,evaluate]"]
@@ -114,7 +114,7 @@ def run_stages(lines: list[str], folder: Path) -> tuple:
         del cfg["hydra"]
     start(cfg, folder, choices, lines)
     context = Run(cfg, folder, choices)
-    return context, collect(context)
+    return context, collect(context, read_evaluations(context))
 
 
 def summary(context: "Run", records: "Sequence[Record]") -> dict:

@@ -55,9 +55,7 @@ class Change:
     bias: Factors | None = None
 
 
-def check_placed(
-    label: str, tensors: Checkpoint, content: AdapterContent, placed: Placed, config: Mapping[str, Any]
-) -> None:
+def check_placed(label: str, content: AdapterContent, placed: Placed, config: Mapping[str, Any]) -> None:
     """Refuse factors without a weight in the base, and an adapter of which nothing is there."""
     lost = [f"{module}.weight" for module in content.modules if module not in placed.targets]
     whole = [inner for inner in content.plain if f"={inner}" not in placed.targets]

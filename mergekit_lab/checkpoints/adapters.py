@@ -93,7 +93,7 @@ class Folded(Computed):
         if change.bias:
             values = values + self._read_part(change.bias, "b_bias", dtype) * change.bias.scaling
         if change.factors:
-            values = self._adapt(name, values, change.factors)
+            values = self._adapt(values, change.factors)
         return values
 
     @property
@@ -123,7 +123,7 @@ class Folded(Computed):
     def _read_part(self, factors: Factors, part: str, dtype: torch.dtype) -> Tensor:
         return self._tensors[factors.parts[part]].to(dtype)
 
-    def _adapt(self, name: str, weight: Tensor, factors: Factors) -> Tensor:
+    def _adapt(self, weight: Tensor, factors: Factors) -> Tensor:
         """`W + s·B·A`; DoRA: that, each output's vector scaled to the norm that was learned for it."""
         embedding = "embedding_a" in factors.parts
         a = self._read_part(factors, "embedding_a" if embedding else "a", weight.dtype)
@@ -198,7 +198,7 @@ def _fold(label: str, tensors: Checkpoint, base: Checkpoint, config: Mapping[str
     content = AdapterContent.read(label, tensors, config)
     wanted = content.list_wanted(tensors)
     placed = locate(label, base, wanted, read_target_class(config))
-    check_placed(label, tensors, content, placed, config)
+    check_placed(label, content, placed, config)
     changes = plan_changes(label, tensors, placed, content, config)
     untied = untie_parts(label, tensors, placed, content, changes, config)
     folded = Folded(label, placed.base, tensors, changes, config, untied)

@@ -163,12 +163,12 @@ class MergeCheckpoints:
         Raises:
             InputError: it does not work.
         """
-        with TemporaryDirectory(prefix="stages-") as stages:
-            self._run(Path(stages))
+        with TemporaryDirectory(prefix="recipe-") as documents:
+            self._run(Path(documents))
 
-    def _run(self, stages: Path) -> None:
+    def _run(self, folder: Path) -> None:
         check_push(self.push_to)
-        inputs, notes, recipe = self._read_inputs(None if self.dry_run else stages)
+        inputs, notes, recipe = self._read_inputs(None if self.dry_run else folder)
         out = Path(self.out) if self.out else None
         if out is not None and not self.dry_run:  # a dry run has this in its report
             check_out(out.expanduser(), self.overwrite, list_local_paths(inputs["base"], inputs["experts"]))
@@ -189,11 +189,11 @@ class MergeCheckpoints:
         count = len(prepared.experts)
         log.info("merged %d expert%s into %s (%s)", count, "s" * (count > 1), out, say_bytes(total))
 
-    def _read_inputs(self, stages: Path | None) -> tuple[dict[str, Any], Sequence[str], str | None]:
+    def _read_inputs(self, folder: Path | None) -> tuple[dict[str, Any], Sequence[str], str | None]:
         """What is merged and how, as arguments of `prepare`; notes on a recipe, and its text.
 
         Args:
-            stages: where what a recipe's other documents make goes; None: they are not run.
+            folder: for the models that a recipe's other documents make. None: they are not made.
         """
         settings = {
             "dtype": self.dtype,
@@ -207,13 +207,14 @@ class MergeCheckpoints:
 
         clashing = [name for name in ("base", "experts", "merger") if getattr(self, name)]
         if clashing:
-            raise InputError(f"recipe={self.recipe} sets {' and '.join(clashing)} itself: leave them out")
-        recipe = read_recipe(Path(self.recipe).expanduser(), self.seed, stages)
-        if stages is not None:
-            for name, stage in recipe.stages.items():
+            raise InputError(f"recipe={self.recipe} already sets {' and '.join(clashing)}: leave that out")
+        recipe = read_recipe(Path(self.recipe).expanduser(), self.seed, folder)
+        if folder is not None:
+            for name, document in recipe.documents.items():
                 log.info("merging %s, which the recipe needs", name)
-                write(self._prepare(_read_inputs(stage, settings)), stages / name, progress=self.progress)
-        return _read_inputs(recipe, settings), recipe.notes, recipe.text
+                arguments = _make_arguments(document, settings)
+                write(self._prepare(arguments), folder / name, progress=self.progress)
+        return _make_arguments(recipe, settings), recipe.notes, recipe.text
 
     def _prepare(self, inputs: Mapping[str, Any]) -> Prepared:
         sides = {"fisher": self.fishers, "gram": self.grams}
@@ -238,8 +239,8 @@ class MergeCheckpoints:
         return build(without_null_coefficient(self.merger)[0], Method)
 
 
-def _read_inputs(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe as arguments of `prepare`; what is set on the command line counts before what it says."""
+def _make_arguments(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe as arguments of `prepare`. A setting of the command line counts before the recipe's."""
     own = {name: value or getattr(recipe, name) for name, value in settings.items()}
     own |= {"chat_template": recipe.chat_template, "tokens": recipe.tokens}
     return {"base": recipe.base, "experts": recipe.experts, "method": recipe.make_method, **own}

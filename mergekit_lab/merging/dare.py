@@ -45,7 +45,7 @@ class DARE(SparsifiedMethod):
         require_choice("rescale", self.rescale, ("inverse", "l1"))
 
     @property
-    def by_entries(self) -> bool:
+    def by_entries(self) -> bool:  # type: ignore[override]
         return self.rescale == "inverse"
 
     @property

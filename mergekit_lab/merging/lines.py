@@ -50,15 +50,12 @@ class LiNeS(SparsifiedMethod):
 
     by_blocks = True
     by_entries = True
+    pools = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.first is None or is_finite(self.first), "first", self.first, "finite, or None")
         require(is_finite(self.slope), "slope", self.slope, "finite")
-
-    @property
-    def pools(self) -> bool:  # type: ignore[override]
-        return False
 
     def sparsify(self, name: str, deltas: Tensor, site: Site) -> Tensor:
         return deltas

@@ -112,7 +112,7 @@ def _find_ranked(stream: Stream, rank: int, entries: int) -> Tensor:
         ]
         return sign * _to_column(select_largest(shares, kept, entries, True))
 
-    positive = negative = torch.zeros(())
+    positive = negative = torch.zeros((), dtype=torch.int64)
     for block in read_task_vectors(stream):
         positive = positive + (block > 0).sum(dim=1, keepdim=True).cpu()
         negative = negative + (block < 0).sum(dim=1, keepdim=True).cpu()

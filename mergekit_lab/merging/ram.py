@@ -19,6 +19,8 @@ from mergekit_lab.merging.contract import Blocks, ScaledMethod, Site, Stream
 from mergekit_lab.merging.selection import run_at_once
 from mergekit_lab.ranges import require, require_choice
 
+_NONE = torch.zeros((), dtype=torch.int64)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RAM(ScaledMethod):
@@ -57,14 +59,14 @@ class RAM(ScaledMethod):
             return None
 
         def count(share: Stream) -> Tensor:
-            return sum((self._count(deltas).cpu() for _, deltas, _ in share.blocks()), torch.zeros(()))
+            return sum((self._count(deltas).cpu() for _, deltas, _ in share.blocks()), _NONE)
 
-        return self._strengthen(sum(run_at_once(count, stream.divide()), torch.zeros(())))
+        return self._strengthen(sum(run_at_once(count, stream.divide()), _NONE))
 
     def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> Any:
         if self.boost == 0 or self.scope == "model":
             return None
-        return self._strengthen(sum((self._count(deltas) for _, deltas, _ in blocks()), torch.zeros(())))
+        return self._strengthen(sum((self._count(deltas) for _, deltas, _ in blocks()), _NONE))
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         changed = deltas.abs() > self.epsilon

@@ -76,12 +76,9 @@ class SparsifiedMethod(WrappingMethod):
     `survey_sparsity` finds what a block cannot know of its tensor; if there is nothing, it says `by_entries`.
     """
 
-    by_blocks = False
-
-    @property
-    def by_entries(self) -> bool:
-        """Whether blocks are thinned out without a look at their tensor."""
-        return False
+    by_blocks: ClassVar[bool] = False
+    by_entries: ClassVar[bool] = False
+    """Whether blocks are thinned out without a look at their tensor."""
 
     @property
     def elementwise(self) -> bool:  # type: ignore[override]

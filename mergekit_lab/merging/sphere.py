@@ -30,11 +30,8 @@ class SphericalMethod(Method):
 
     task_vectors: bool = False
 
+    elementwise = True
     propagates = True
-
-    @property
-    def elementwise(self) -> bool:  # type: ignore[override]
-        return True
 
     def find_shares(self, name: str, gram: Tensor, weights: Tensor) -> Sequence[float]:
         """`c` of a tensor.

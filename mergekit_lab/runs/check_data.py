@@ -41,7 +41,7 @@ def run_check_data(cfg: DictConfig, folder: Path) -> list[DataCheck]:
     )
     log.info("data check %s", folder / FILE)
     if wrong := [line for check in checks for line in check.wrong]:
-        raise InputError("; ".join(wrong) + f": {folder / FILE} names the first of them")
+        raise InputError("; ".join(dict.fromkeys(wrong)) + f": {folder / FILE} has the first of each task")
     return checks
 
 

@@ -24,16 +24,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _ON_DATA = ("fetch", "check_data")
-_JOBS = {"report": "evaluate"}
-"""The kind of work that a stage is, where it has not a kind of its own."""
+_JOB_OF_STAGE = {"report": "evaluate"}
+"""Stages that a tracker shows in the run of another stage."""
 _CHOICES = ("experiment", "backbone", "suite", "finetuning", "optimizer", "training", "search", "merger")
-_DECIDES_NOTHING = {
+_NOT_IDENTIFYING = {
     "run_dir", "device", "trainer", "store", "logger", "progress", "only", "dry_run", "stage", "runs",
     "shipped", "table", "metric", "data_root", "sources", "fetch_to", "images_limit_gb",
     "evaluation_batch_size", "evaluation_compile",
 }  # fmt: skip
-"""What a run may change when it goes on where it was cut."""
-
+"""Settings that may change when a cut run goes on in the same tracker run."""
 
 STAGES = ("finetune", "curvature", "merge", "evaluate", "analyze", "report")
 """Each is `stage_NAME` of the module NAME, imported when it runs: not every run needs Lightning."""
@@ -57,11 +56,7 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
     """
     wanted = check_stages(cfg, [*STAGES, "store", *_ON_DATA])
     if "store" in wanted:
-        if wanted != ["store"]:
-            raise InputError("the stage store cannot run with other stages")
-        from mergekit_lab.runs.store import run_store
-
-        run_store(cfg, folder, choices)
+        _run_store(wanted, cfg, folder, choices)
         return None
     from mergekit_lab.runs.compare import check_slice
 
@@ -73,16 +68,20 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
     if cfg.runs is not None:
         _compare(wanted, cfg, folder, overrides)
         return None
-    from mergekit_lab.runs.outcome import measure_outcome
     from mergekit_lab.runs.search import check_patterns
 
     run = make_run(cfg, folder, choices, overrides)
     check_patterns(run)
     if cfg.dry_run:
-        from mergekit_lab.runs.plan import Plan
-
-        log.info("%s", Plan.unite([run]).text())
+        _print_plan(run)
         return None
+    return _run_stages(run, wanted)
+
+
+def _run_stages(run: Run, wanted: list[str]) -> float | None:
+    """Run the stages, and measure what the configuration asks for as `objective`."""
+    from mergekit_lab.runs.outcome import measure_outcome
+
     if len(run.devices) > 1 and "finetune" in wanted:
         from mergekit_lab.runs.train import IMPORTS
         from mergekit_lab.workers import import_ahead
@@ -92,18 +91,18 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
         from mergekit_lab.runs.evaluate import load_harness_tasks
 
         load_harness_tasks(run)
-    write_failure(folder, overrides, "it has not ended: it is under way, or was killed")
+    write_failure(run.folder, list(run.arguments), "it has not ended: it is under way, or was killed")
     begun = time.monotonic()
     try:
-        for job, names in groupby(wanted, lambda name: _JOBS.get(name, name)):
+        for job, names in groupby(wanted, lambda name: _JOB_OF_STAGE.get(name, name)):
             with _track(run, job):
                 for name in names:
                     with run.time_stage(name), _explain_memory(name):
                         getattr(import_module(f"mergekit_lab.runs.{name}"), f"stage_{name}")(run)
-        outcome = measure_outcome(run) if cfg.objective else None
+        outcome = measure_outcome(run) if run.cfg.objective else None
     finally:
         run.close()
-    remove_failure(folder)
+    remove_failure(run.folder)
     log.info("done in %.0f s", time.monotonic() - begun)
     return outcome
 
@@ -123,8 +122,8 @@ def make_run(
     from mergekit_lab.runs.run import Run
     from mergekit_lab.schema.run import check, with_chosen_merger
 
-    refuse_missing(cfg)
     cfg = settle(cfg)
+    refuse_missing(cfg)
     check(cfg)
     run = Run(with_chosen_merger(cfg, overrides), folder, choices, shared)
     run.arguments = overrides
@@ -159,7 +158,7 @@ def _explain_memory(stage: str) -> Iterator[None]:
 @contextmanager
 def _track(run: Run, job: str) -> Iterator[None]:
     """Trackers see a run of their own for every kind of work, in one group an experiment."""
-    deciding = {name: value for name, value in run.plain.items() if name not in _DECIDES_NOTHING}
+    deciding = {name: value for name, value in run.plain.items() if name not in _NOT_IDENTIFYING}
     run.tracker.start(
         run.plain | {"choices": {group: run.choices.get(group) for group in _CHOICES}},
         run_dir=run.folder,
@@ -177,6 +176,20 @@ def _track(run: Run, job: str) -> Iterator[None]:
         yield
     finally:
         run.tracker.finish()
+
+
+def _print_plan(run: Run) -> None:
+    from mergekit_lab.runs.plan import Plan
+
+    log.info("%s", Plan.unite([run]).text())
+
+
+def _run_store(wanted: list[str], cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None:
+    if wanted != ["store"]:
+        raise InputError("the stage store cannot run with other stages")
+    from mergekit_lab.runs.store import run_store
+
+    run_store(cfg, folder, choices)
 
 
 def _compare(wanted: list[str], cfg: DictConfig, folder: Path, overrides: list[str]) -> None:

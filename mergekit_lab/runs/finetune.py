@@ -37,39 +37,45 @@ def expert_node(run: Run, task: str) -> Node:
     """The expert of a task: trained, or imported if the run names `experts`."""
     label = f"the expert of {task}"
     if run.plain["experts"]:
-        sources, learned = run.plain["experts"], task in run.learned
-        source = find_expert(sources, run.backbone, run.tasks[task]) if learned else sources[task]
-        return Node(
-            "experts", label, "finetune", task,
-            decide=lambda: read_import_content(source, run.base_content, task if learned else "")
-            | {"finetuning": run.plain["finetuning"]} | (_task_content(run, task) if learned else {}),
-            make=lambda workspace: import_expert(source, run.backbone, run.base_state, task, workspace.out),
-        )  # fmt: skip
+        return _imported_expert(run, task, label)
     settings, optimizer = plan_settings(run, task), find_optimizer(run, task)
-    number = run.experts.index(task) + 1
     return Node(
         "experts", label, "finetune", task,
         decide=lambda: _training_content(
             run, settings, run.plain["optimizer_of"].get(task) or _optimizer_content(run)
         ) | _task_content(run, task),
         make=lambda workspace: Training(
-            run, f"expert {number}/{len(run.experts)} {task}", [task], optimizer, settings, _read_fit(run)
+            run, _number_title(run, "expert", task), [task], optimizer, settings, _read_fit(run)
         ).make(workspace),
         needs=(fit_node(run),) if wants_fit(run.cfg.optimizer) else (),
     )  # fmt: skip
+
+
+def _imported_expert(run: Run, task: str, label: str) -> Node:
+    sources, learned = run.plain["experts"], task in run.learned
+    source = find_expert(sources, run.backbone, run.tasks[task]) if learned else sources[task]
+    return Node(
+        "experts", label, "finetune", task,
+        decide=lambda: read_import_content(source, run.base_content, task if learned else "")
+        | {"finetuning": run.plain["finetuning"]} | (_task_content(run, task) if learned else {}),
+        make=lambda workspace: import_expert(source, run.backbone, run.base_state, task, workspace.out),
+    )  # fmt: skip
+
+
+def _number_title(run: Run, what: str, task: str) -> str:
+    return f"{what} {run.experts.index(task) + 1}/{len(run.experts)} {task}"
 
 
 @declare
 def pilot_node(run: Run, task: str) -> Node:
     """The expert of the base optimizer. Offsets are fitted to those of all tasks."""
     settings, optimizer = plan_settings(run, task, run.cfg.optimizer.base), run.cfg.optimizer.base
-    number = run.experts.index(task) + 1
     return Node(
         "experts", f"the pilot of {task}", "finetune", task,
         decide=lambda: _training_content(run, settings, run.plain["optimizer"]["base"])
         | _task_content(run, task),
         make=lambda workspace: Training(
-            run, f"pilot {number}/{len(run.experts)} {task}", [task], optimizer, settings
+            run, _number_title(run, "pilot", task), [task], optimizer, settings
         ).make(workspace),
     )  # fmt: skip
 
@@ -188,9 +194,10 @@ def stage_finetune(run: Run) -> None:
 
 
 def _decode(run: Run, nodes: Sequence[Node]) -> None:
-    """Have the images of what is to be trained decoded first, those of the test part too.
+    """Decode the images of all parts before training.
 
-    One that cannot be is told of before hours went into training; without it an expert has another key.
+    An image that cannot be decoded is reported now, not after hours. Without it an expert would have another
+    key.
     """
     missing = {node.unit for node in nodes if run.is_mine(node.unit) and not run.find(node)}
     for name, task in run.tasks.items():
@@ -231,10 +238,10 @@ def _make_fit(run: Run, pilots: Sequence[Node]) -> Mapping[str, Any]:
     with run.work_on(run.experts):
         train_pilots(run)
     files = [(node.unit or "", run.need(node).find_file(MODEL)) for node in pilots]
-    vectors = [_TaskVector(open_checkpoint(file, task), run.base_state) for task, file in files]
-    changed = [name for name in run.base_state if any(bool(vector[name].any()) for vector in vectors)]
-    for vector in vectors:
-        vector.names = changed
+    experts = [open_checkpoint(file, task) for task, file in files]
+    wholes = [_TaskVector(expert, run.base_state, list(run.base_state)) for expert in experts]
+    changed = [name for name in run.base_state if any(bool(whole[name].any()) for whole in wholes)]
+    vectors = [_TaskVector(expert, run.base_state, changed) for expert in experts]
     return asdict(fit_offset(vectors, run.cfg.optimizer.distribution))
 
 
@@ -248,10 +255,10 @@ def _log_fit(info: Mapping[str, Any]) -> None:
 class _TaskVector(Mapping[str, Tensor]):
     """An expert's change of the base by name, read when it is asked for."""
 
-    def __init__(self, expert: Checkpoint, base: Mapping[str, Tensor]) -> None:
+    def __init__(self, expert: Checkpoint, base: Mapping[str, Tensor], names: Sequence[str]) -> None:
         self.expert = expert
         self.base = base
-        self.names = list(base)
+        self.names = names
 
     def __getitem__(self, name: str) -> Tensor:
         return self.expert[name] - self.base[name]

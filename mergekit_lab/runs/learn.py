@@ -6,6 +6,7 @@ Artifacts declared here: `coefficients`.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,8 +24,10 @@ from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.mergers import Merger
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import MODEL, Run
+from mergekit_lab.store import Artifact
 from mergekit_lab.store.store import Workspace
 
+log = logging.getLogger(__name__)
 COEFFICIENTS = "coefficients.json"
 
 
@@ -87,6 +90,21 @@ def _learn(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
     )
     (workspace.out / COEFFICIENTS).write_text(json.dumps(method.weights, indent=1))
     return {"entropies": entropies}
+
+
+def list_entropies(learned: Artifact) -> list[dict[str, float]]:
+    """A learning as a tracker draws it."""
+    return [{"entropy": entropy} for entropy in learned.info["entropies"]]
+
+
+def log_learning(merger: Merger, learned: Artifact) -> None:
+    """The entropy of the first and the last tenth of the steps, for the log."""
+    entropies = learned.info["entropies"]
+    few = max(1, len(entropies) // 10)
+    log.info(
+        "%s: entropy %.3f at first, %.3f after %d steps",
+        merger.label, sum(entropies[:few]) / few, sum(entropies[-few:]) / few, len(entropies),
+    )  # fmt: skip
 
 
 def _draw_batches(run: Run, how: Learning) -> Iterator[dict[str, Batch]]:

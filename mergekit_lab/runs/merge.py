@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from mergekit_lab.checkpoints import (
     LowRankRecord,
@@ -21,15 +19,28 @@ from mergekit_lab.checkpoints import (
     write_files,
     write_tensors,
 )
+from mergekit_lab.memory import read_peak_memory, reset_peak_memory
 from mergekit_lab.merging import AdaMerging, Method, merge_factors
 from mergekit_lab.runs.combine import merge_content, merge_experts, merge_inputs
 from mergekit_lab.runs.finetune import expert_node
-from mergekit_lab.runs.learn import COEFFICIENTS, coefficients_node, is_learned
-from mergekit_lab.runs.mergers import Merger, say_fields
-from mergekit_lab.runs.models import TASK_FACTORS, Model, read_peak_memory
+from mergekit_lab.runs.learn import (
+    COEFFICIENTS,
+    coefficients_node,
+    is_learned,
+    list_entropies,
+    log_learning,
+)
+from mergekit_lab.runs.mergers import Merger
+from mergekit_lab.runs.models import TASK_FACTORS, Model
 from mergekit_lab.runs.nodes import Node, declare, walk
 from mergekit_lab.runs.run import MODEL, Run, say_seconds
-from mergekit_lab.runs.search import read_coefficient, read_fields, search_node
+from mergekit_lab.runs.search import (
+    list_search_points,
+    log_search,
+    read_coefficient,
+    read_fields,
+    search_node,
+)
 from mergekit_lab.store import Artifact
 from mergekit_lab.store.store import Workspace
 
@@ -80,44 +91,32 @@ def stage_merge(run: Run) -> None:
     for node, artifact, is_news in run.make(stage_merge, merge_nodes(run)):
         _track(run, node, artifact)
         if is_news:
-            _log(run, node, artifact)
+            _LOG[node.kind](run.mergers[node.unit or ""], artifact)
 
 
 def _track(run: Run, node: Node, artifact: Artifact) -> None:
-    """The course of a search or of learning, a step a point."""
-    course: list[dict[str, float]] = [{"merge_seconds": artifact.info["wall_seconds"]}]
-    if node.kind == "searches":
-        points = [p for p in artifact.info["curve"] if p.get("share", 1.0) == 1 and not p.get("pruned")]
-        course = [{"coefficient": p["coefficient"], "normalized": p["normalized"]} for p in points]
-    elif node.kind == "coefficients":
-        course = [{"entropy": entropy} for entropy in artifact.info["entropies"]]
-    for step, measured in enumerate(course):
+    """Send a search or a learning to the tracker, one point per step."""
+    list_points = _LIST_POINTS.get(node.kind, lambda _: [{"merge_seconds": artifact.info["wall_seconds"]}])
+    for step, measured in enumerate(list_points(artifact)):
         run.tracker.log({f"{node.unit}/{name}": value for name, value in measured.items()}, step)
 
 
-def _log(run: Run, node: Node, artifact: Artifact) -> None:
-    label = node.unit or ""
-    if node.kind == "searches":
-        chosen = say_fields(run.mergers[label].content, artifact.info.get("fields", {}))
-        log.info(
-            "%s: the best of %d candidates keeps %.1f %% of the experts' accuracy on validation%s",
-            label, len(artifact.info["curve"]), 100 * artifact.info["normalized"],
-            f": {chosen}" if chosen else "",
-        )  # fmt: skip
-    elif node.kind == "merged":
-        alpha = read_coefficient(run, run.mergers[label])
-        log.info("%s: %s%s", label, say_seconds(artifact), "" if alpha is None else f", coefficient {alpha:g}")
-    else:
-        entropies = artifact.info["entropies"]
-        few = max(1, len(entropies) // 10)
-        log.info(
-            "%s: entropy %.3f at first, %.3f after %d steps",
-            label, sum(entropies[:few]) / few, sum(entropies[-few:]) / few, len(entropies),
-        )  # fmt: skip
+def _log_merge(merger: Merger, artifact: Artifact) -> None:
+    alpha = artifact.info["coefficient"]
+    coefficient = "" if alpha is None else f", coefficient {alpha:g}"
+    log.info("%s: %s%s", merger.label, say_seconds(artifact), coefficient)
+
+
+_LIST_POINTS: dict[str, Callable[[Artifact], list[dict[str, float]]]] = {
+    "searches": list_search_points,
+    "coefficients": list_entropies,
+}
+_LOG = {"searches": log_search, "coefficients": log_learning, "merged": _log_merge}
+"""What the log says of an artifact, by its kind."""
 
 
 def _write_task_factors(run: Run, method: Method, folder: Path) -> None:
-    """What makes every task's own model of the base."""
+    """Write the factors from which each task's own model is made."""
     folder.mkdir()
     base = open_checkpoint(run.base_state, "the base")
     experts = {task: run.need(expert_node(run, task)).find_file(MODEL) for task in run.experts}
@@ -139,8 +138,7 @@ def _merge(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
         learned = run.need(coefficients_node(run, merger.label)).find_file(COEFFICIENTS)
         method = AdaMerging(weights=json.loads(learned.read_text()))
     notes: dict[str, dict[str, object]] = {}
-    if run.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(run.device)
+    reset_peak_memory(run.device)
     write_tensors(workspace.out / MODEL, merge_experts(run, method, notes=notes))
     if method.by_task:
         _write_task_factors(run, method, workspace.out / TASK_FACTORS)

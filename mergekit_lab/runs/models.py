@@ -18,6 +18,7 @@ from mergekit_lab.backbones import Backbone, LanguageModel
 from mergekit_lab.checkpoints import LowRank, open_checkpoint
 from mergekit_lab.errors import InputError, suggest
 from mergekit_lab.evaluation import score, score_with_harness
+from mergekit_lab.memory import read_peak_memory, reset_peak_memory
 from mergekit_lab.runs.finetune import expert_node
 from mergekit_lab.runs.mergers import Merger
 from mergekit_lab.runs.nodes import Node, declare
@@ -27,11 +28,11 @@ from mergekit_lab.store.store import Workspace
 from mergekit_lab.tasks import HarnessTask, Part
 
 TASK_FACTORS = "tasks"
-"""The folder, of a method that makes a model for every task, of what these are made of."""
+"""Folder in a merged artifact: factors from which each task's own model is made."""
 SAMPLES = "samples.npy"
-"""What every sample contributed to an evaluation's value, where that is their mean."""
+"""One number per sample, whose mean is the value. Absent if the value is no mean."""
 SAMPLES_OF_METRICS = "samples.npz"
-"""The same of every metric of an evaluation by lm-evaluation-harness, by name."""
+"""The same for each of lm-evaluation-harness's metrics, by name."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Model:
         return self.merger.label if self.merger else self.name or self.kind
 
     def base_content(self, run: Run) -> dict[str, Any]:
-        """What decides the weights that it is a change of, or is."""
+        """What decides its base: its own backbone, or the run's."""
         return run.describe_backbone(self.backbone) if self.backbone else run.base_content
 
     def key(self, run: Run) -> str:
@@ -68,7 +69,7 @@ class Model:
         return self.node.key if self.node else make_key({"base": self.base_content(run)})
 
     def state(self, run: Run, task: str) -> Mapping[str, Tensor]:
-        """Its weights on the backbone of the run, for a task: a method may make a model for every task."""
+        """Its weights in the run's backbone. With a method that makes a model per task, those for `task`."""
         if self.node is None:
             return run.base_state
         artifact = run.need(self.node)
@@ -78,7 +79,7 @@ class Model:
         return load_state(artifact)
 
     def load(self, run: Run, task: str) -> nn.Module:
-        """The model itself, on the run's device; the run's own one, unless it has a backbone of its own."""
+        """The model on the run's device: the run's own, reloaded if needed, unless it brings a backbone."""
         if self.backbone:
             return self.backbone.make_model().to(run.device)
         by_task = self.merger is not None and self.merger.method.by_task
@@ -132,40 +133,49 @@ def _measure_content(run: Run, task: str) -> dict[str, Any]:
 
 def _evaluate(run: Run, model: Model, task: str, part: Part, workspace: Workspace) -> Mapping[str, Any]:
     loaded = model.load(run, task)
-    if run.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(run.device)
-    measured, backbone = run.tasks[task], model.backbone or run.backbone
-    if isinstance(measured, HarnessTask):
-        assert isinstance(backbone, LanguageModel)
-        answers = score_with_harness(
-            loaded, backbone.load_tokenizer(), measured, precision=backbone.precision, progress=run.cfg.progress
-        )
-        np.savez(
-            workspace.out / SAMPLES_OF_METRICS,
-            **{n: _to_smallest_type(np.array(v)) for n, v in answers.samples.items()},
-        )
-        return {
-            "value": next(iter(answers.metrics.values())),
-            "metric": next(iter(answers.metrics)),
-            "metrics": dict(answers.metrics),
-            "samples": answers.count,
-            "peak_memory_bytes": read_peak_memory(run.device),
-        }
-    objective = (
-        model.backbone.make_objective(measured).to(run.device) if model.backbone else run.make_objective(task)
+    reset_peak_memory(run.device)
+    scored = run.tasks[task]
+    if isinstance(scored, HarnessTask):
+        info = _ask_harness(run, model, loaded, scored, workspace)
+    else:
+        info = _score_part(run, model, loaded, task, part, workspace)
+    return info | {"peak_memory_bytes": read_peak_memory(run.device)}
+
+
+def _ask_harness(
+    run: Run, model: Model, loaded: nn.Module, task: HarnessTask, workspace: Workspace
+) -> dict[str, Any]:
+    backbone = model.backbone or run.backbone
+    assert isinstance(backbone, LanguageModel)
+    answers = score_with_harness(
+        loaded, backbone.load_tokenizer(), task, precision=backbone.precision, progress=run.cfg.progress
     )
+    np.savez(
+        workspace.out / SAMPLES_OF_METRICS,
+        **{n: _to_smallest_type(np.array(v)) for n, v in answers.samples.items()},
+    )
+    return {
+        "value": next(iter(answers.metrics.values())),
+        "metric": next(iter(answers.metrics)),
+        "metrics": dict(answers.metrics),
+        "samples": answers.count,
+    }
+
+
+def _score_part(
+    run: Run, model: Model, loaded: nn.Module, task: str, part: Part, workspace: Workspace
+) -> dict[str, Any]:
+    if model.backbone:
+        objective = model.backbone.make_objective(run.tasks[task]).to(run.device)
+    else:
+        objective = run.make_objective(task)
     if loaded is run.model:
         loaded = run.model_to_score(task)
     scores = score(loaded, objective, part, batch_size=run.cfg.evaluation_batch_size)
     each = objective.score_samples(scores.predictions, part, torch.arange(len(scores.predictions)))
     if each is not None:
         np.save(workspace.out / SAMPLES, _to_smallest_type(np.array(each)))
-    return {
-        "value": scores.value,
-        "metrics": dict(scores.metrics),
-        "samples": len(scores.predictions),
-        "peak_memory_bytes": read_peak_memory(run.device),
-    }
+    return {"value": scores.value, "metrics": dict(scores.metrics), "samples": len(scores.predictions)}
 
 
 def read_metric(run: Run, task: str, artifact: Artifact) -> tuple[str, float]:
@@ -193,8 +203,3 @@ def read_samples(run: Run, task: str, artifact: Artifact) -> Any:
 def _to_smallest_type(values: Any) -> Any:
     whole = values.astype(np.uint8)
     return whole if np.array_equal(whole, values) else values.astype(np.float32)
-
-
-def read_peak_memory(device: torch.device) -> int | None:
-    """Bytes since the last reset on a CUDA device; None on a CPU, where only the process's peak is known."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

@@ -89,12 +89,10 @@ class Plan:
         lines = [
             "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
         ]
-        end = " and what nothing like it was made of yet" if open_ended else ""
-        sum_up = f"In all about {say_duration(total)} on one device{end}, from the times of earlier ones."
+        end = "; what is unknown is not counted" if open_ended else ""
+        sum_up = f"In all about {say_duration(total)} on one device, by the times of earlier runs{end}."
         if open_ended and not total:
-            sum_up = (
-                "Nothing like these was made yet: after a first one a dry run says how long the rest takes."
-            )
+            sum_up = "The time is unknown: nothing like this was made here before."
         return "\n".join(
             [f"{self.runs} run{'s' if self.runs > 1 else ''}, store {self.store.root}", *lines, sum_up]
         )

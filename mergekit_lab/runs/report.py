@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 from omegaconf import OmegaConf
 
@@ -27,26 +28,18 @@ from mergekit_lab.runs.train import CURVE
 from mergekit_lab.store import Artifact
 
 log = logging.getLogger(__name__)
+_Evaluation: TypeAlias = tuple[Model, str, Artifact]
+"""A model, a task, and the evaluation of the one on the other."""
 
 
 def stage_report(run: Run) -> None:
     """Collect the run's records and write table, figures and page into its folder."""
-    records = collect(run)
+    evaluations = read_evaluations(run)
+    records = collect(run, evaluations)
     curves = {task: _read_curve(run.need(expert_node(run, task))) for task in run.experts}
     if run.cfg.joint and (artifact := run.find(joint_node(run))):
         curves["+joint"] = _read_curve(artifact)
-    title = f"{run.plain['suite']['name']}: "
-    if run.models:
-        title += f"{say_count(len(run.models), 'checkpoint')} on {say_count(len(run.tasks), 'task')}"
-    else:
-        title += f"{say_count(len(run.mergers), 'way')} to merge {say_count(len(run.experts), 'expert')}"
-    readers = [label for label in run.mergers if reads_test_inputs(run.mergers[label])]
-    if readers:
-        title += f"; {join_names(readers)} read test inputs, without their labels"
-    if not run.cfg.joint and not run.cfg.experts and not run.models:
-        title += "; joint=true adds a model trained on all tasks at once"
     if run.backbone.note:
-        title += f" ({run.backbone.note})"
         log.info("%s", run.backbone.note)
     paths = write_report(
         run.folder,
@@ -55,10 +48,10 @@ def stage_report(run: Run) -> None:
         searches=_read_searches(run),
         config_yaml=OmegaConf.to_yaml(run.cfg),
         timings=run.timings,
-        samples=_read_samples(run),
+        samples=_read_samples(run, evaluations),
         published=set_published_beside(run, records),
         origin=describe_origin(run.arguments, run.devices),
-        title=title,
+        title=_make_title(run),
     )
     run.tracker.log_summary(paths.table)
     run.tracker.log_records(records)
@@ -73,27 +66,42 @@ def stage_report(run: Run) -> None:
     log.info("table %s\nreport %s", paths.summary, paths.html)
 
 
+def _make_title(run: Run) -> str:
+    """What the page compares, and how far it can be believed."""
+    title = f"{run.plain['suite']['name']}: "
+    if run.models:
+        title += f"{say_count(len(run.models), 'checkpoint')} on {say_count(len(run.tasks), 'task')}"
+    else:
+        title += f"{say_count(len(run.mergers), 'way')} to merge {say_count(len(run.experts), 'expert')}"
+    readers = [label for label in run.mergers if reads_test_inputs(run.mergers[label])]
+    if readers:
+        title += f"; {join_names(readers)} read test inputs, without their labels"
+    if not run.cfg.joint and not run.cfg.experts and not run.models:
+        title += "; joint=true adds a model trained on all tasks at once"
+    return title + (f" ({run.backbone.note})" if run.backbone.note else "")
+
+
 def _read_curve(expert: Artifact) -> Any:
     return json.loads(expert.find_file(CURVE).read_text())
 
 
-def collect(run: Run) -> list[Record]:
-    """One record a (model, task), all from artifacts.
-
-    Raises:
-        InputError: an evaluation is missing.
-    """
-    cells = _read_evaluations(run)
+def collect(run: Run, evaluations: Sequence[_Evaluation]) -> list[Record]:
+    """One record per model and task, read from the store."""
     best: dict[str, float] = {}
-    for model, task, artifact in cells:
+    for model, task, artifact in evaluations:
         if model.kind in ("expert", "checkpoint"):
             best[task] = max(best.get(task, -math.inf), read_metric(run, task, artifact)[1])
-    base = {task: read_metric(run, task, a)[1] for model, task, a in cells if model.kind == "zero_shot"}
-    return [_record(run, model, task, a, best[task], base.get(task)) for model, task, a in cells]
+    base = {task: read_metric(run, task, a)[1] for model, task, a in evaluations if model.kind == "zero_shot"}
+    return [_record(run, model, task, a, best[task], base.get(task)) for model, task, a in evaluations]
 
 
-def _read_evaluations(run: Run) -> list[tuple[Model, str, Artifact]]:
-    cells: list[tuple[Model, str, Artifact]] = []
+def read_evaluations(run: Run) -> list[_Evaluation]:
+    """All that the run's tables show.
+
+    Raises:
+        InputError: one is missing.
+    """
+    evaluations: list[_Evaluation] = []
     for model in list_models(run):
         if model.node:
             run.need(model.node)
@@ -101,8 +109,8 @@ def _read_evaluations(run: Run) -> list[tuple[Model, str, Artifact]]:
             artifact = run.find(evaluation_node(run, model, task, "test"))
             if artifact is None:
                 raise InputError(f"{model.label} is not evaluated on {task}: run stage=evaluate first")
-            cells.append((model, task, artifact))
-    return cells
+            evaluations.append((model, task, artifact))
+    return evaluations
 
 
 def _record(
@@ -151,10 +159,10 @@ def _read_cost(run: Run, model: Model) -> dict[str, Any]:
     }
 
 
-def _read_samples(run: Run) -> dict[str, Any]:
+def _read_samples(run: Run, evaluations: Sequence[_Evaluation]) -> dict[str, Any]:
     """What every test sample contributed, by evaluation key; metrics that are no means have none."""
-    read = {artifact.key: read_samples(run, task, artifact) for _, task, artifact in _read_evaluations(run)}
-    return {key: samples for key, samples in read.items() if samples is not None}
+    by_key = {artifact.key: read_samples(run, task, artifact) for _, task, artifact in evaluations}
+    return {key: samples for key, samples in by_key.items() if samples is not None}
 
 
 def _read_searches(run: Run) -> dict[str, list[dict[str, Any]]]:

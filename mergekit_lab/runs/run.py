@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
+from rich.progress import track
 from torch import Tensor, nn
 
 from mergekit_lab.backbones import Backbone, LanguageModel, Objective, Parametrization
@@ -24,20 +22,22 @@ from mergekit_lab.errors import InputError, suggest
 from mergekit_lab.merging import resolve_device
 from mergekit_lab.merging.devices import parse_devices
 from mergekit_lab.paths import find_default_store
-from mergekit_lab.reporting import Product, Timing, Tracker
+from mergekit_lab.reporting import Timing, Tracker
 from mergekit_lab.runs.checks import check_mergers, check_scoring, check_shares, check_task_names
 from mergekit_lab.runs.given_up import give_up, read_reason
 from mergekit_lab.runs.keeper import StoreKeeper
 from mergekit_lab.runs.mergers import build_mergers
 from mergekit_lab.runs.nodes import Node
 from mergekit_lab.runs.own_code import code_content
+from mergekit_lab.runs.products import describe_product
 from mergekit_lab.runs.settle import find_weights_key
+from mergekit_lab.runs.spread import spread
 from mergekit_lab.schema.check import build, with_floats
 from mergekit_lab.schema.run import Curvature, Main, Search, TrainerSettings
 from mergekit_lab.store import Artifact, Store
 from mergekit_lab.tasks import HarnessTask, Task
 from mergekit_lab.training import TrainingSettings
-from mergekit_lab.workers import Pool, import_ahead
+from mergekit_lab.workers import Pool
 
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -46,8 +46,6 @@ MODEL = "model.safetensors"
 """The weights in an artifact that is a model."""
 SPREAD = 4
 """Processes of `device=spread` on a CPU at most: each takes a gigabyte."""
-_ERASE = "\r\x1b[2K"
-"""Begins a line anew in a terminal, where another process draws a bar."""
 _ONCE_A_SWEEP = ("finetune", "curvature")
 """Stages whose artifacts a sweep tries once: they take long, and many jobs share them."""
 
@@ -174,9 +172,10 @@ class Run:
         """What records call the optimizer: its option, its base unless AdamW, and those of single tasks."""
         base = self.choices.get("optimizer@optimizer.base", "adamw")
         name = self.choices["optimizer"] + (f" over {base}" if base != "adamw" else "")
-        return ", ".join([name, *(f"{self._name_optimizer(task)} {task}" for task in self.cfg.optimizer_of)])
+        return ", ".join([name, *(f"{self.name_optimizer(task)} {task}" for task in self.cfg.optimizer_of)])
 
-    def _name_optimizer(self, task: str) -> str:
+    def name_optimizer(self, task: str) -> str:
+        """What the option of one task's own optimizer is called."""
         return self.choices.get(f"optimizer@optimizer_of.{task}", "other")
 
     @property
@@ -293,7 +292,9 @@ class Run:
             A node, its artifact, and whether the log lacks it: a process of this run that made it has said so.
         """
         if stage is not None and len(self.devices) > 1:
-            self._spread(stage, nodes)
+            if self._pool is None:
+                self._pool = Pool(self.devices)
+            self.made |= spread(self, self._pool, stage, nodes)
         mine = [node for node in nodes if self.is_mine(node.unit)]
         for node in mine if title is None else self.track(mine, title):
             artifact = self.obtain(node)
@@ -306,22 +307,7 @@ class Run:
     def _log_product(self, node: Node, artifact: Artifact) -> None:
         """Tell the tracker of an artifact, and of those it was made of that it knows."""
         inputs = tuple(filter(None, (self._logged.get(each.name) for each in node.needs)))
-        optimizer = self.optimizer_name
-        if node.unit is not None and node.unit in self.cfg.optimizer_of:
-            optimizer = self._name_optimizer(node.unit)
-        made_by = "imported" if self.cfg.experts else optimizer
-        words = [word for word in node.label.split() if word not in ("the", "of", "on", "offsets")]
-        name = re.sub(r"[^\w.-]+", "-", "-".join([*words, made_by, f"s{self.seed}"]))[:120]
-        axes = {
-            "backbone": self.choices.get("backbone"), "suite": self.plain["suite"]["name"],
-            "finetuning": self.choices.get("finetuning"), "optimizer": made_by, "seed": self.seed,
-        }  # fmt: skip
-        numbers = {n: v for n, v in artifact.info.items() if isinstance(v, str | int | float | bool)}
-        said = ", ".join(f"{axis} {value}" for axis, value in axes.items())
-        product = Product(
-            name, artifact.key, artifact.kind, artifact.folder, inputs,
-            f"{node.label[:1].upper()}{node.label[1:]}: {said}.", {**axes, "unit": node.unit, **numbers},
-        )  # fmt: skip
+        product = describe_product(self, node, artifact, inputs)
         self._logged[node.name] = product.reference
         self.tracker.log_product(product)
 
@@ -338,36 +324,6 @@ class Run:
         finally:
             self.only = before
 
-    def _spread(self, stage: Callable[[Run], None], nodes: Sequence[Node]) -> None:
-        """Make missing nodes on all devices of the run, with one process each; one unit is left to this one.
-
-        Raises:
-            InputError: a user's mistake in one of them, after the others are done.
-            RuntimeError: another failure.
-        """
-        missing = [node.unit for node in nodes if node.unit and self.is_mine(node.unit) and not self.find(node)]
-        units = sorted(dict.fromkeys(missing), key=lambda unit: unit != "+joint")  # which takes longest
-        if len(units) < 2:
-            return
-        if self._pool is None:
-            import_ahead([stage.__module__])
-            self._pool = Pool(self.devices)
-        log.info("%s on %d devices, a process each", ", ".join(units), len(self.devices))
-        device = "cuda:0" if self.device.type == "cuda" else "cpu"
-        plain = self.plain | {"device": device, "progress": False}
-        jobs = [(stage, plain, str(self.folder), dict(self.choices), unit) for unit in units]
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, transient=True, disable=not self.plain["progress"]) as bar:
-            name = stage.__name__.removeprefix("stage_").replace("_", " ")
-            task = bar.add_task(name, total=len(units))
-            outcomes = self._pool.map(_work_in_process, jobs, lambda number, outcome: bar.advance(task))
-        for outcome in outcomes:
-            self.made |= outcome.value or set()
-        failed = {unit: o for unit, o in zip(units, outcomes, strict=True) if o.error is not None}
-        if failed:
-            message = "; ".join(f"{unit}: {outcome.error}" for unit, outcome in failed.items())
-            raise (InputError if all(o.mistake for o in failed.values()) else RuntimeError)(message)
-
     def close(self) -> None:
         """End the processes on other devices."""
         if self._pool is not None:
@@ -383,26 +339,6 @@ class Run:
         self.timings[stage] = Timing(round(time.monotonic() - begun, 2), **self._counts)
         log.info("%s: %.1f s, %d computed, %d found in the store", stage, time.monotonic() - begun,
                  self._counts["computed"], self._counts["reused"])  # fmt: skip
-
-
-_latest: list[Any] = []
-"""In a worker: the configuration of its latest job, and the run with its objects."""
-
-
-def _work_in_process(
-    stage: Callable[[Run], None], plain: dict[str, Any], folder: str, choices: dict[str, str], unit: str
-) -> set[str]:
-    """In a worker: a stage for one unit, with the objects that an earlier job of the run left."""
-    logging.basicConfig(format=f"{_ERASE if sys.stdout.isatty() else ''}%(message)s", stream=sys.stdout)
-    logging.getLogger("mergekit_lab").setLevel(logging.INFO)
-    if not _latest or _latest[0] != plain:
-        _latest[:] = plain, Run(OmegaConf.create(plain), Path(folder), choices)
-        _latest[1].tracker = Tracker()
-    run: Run = _latest[1]
-    run.made.clear()
-    with run.work_on([unit]):
-        stage(run)
-    return set(run.made)
 
 
 def say_seconds(artifact: Artifact) -> str:

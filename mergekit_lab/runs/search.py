@@ -5,6 +5,7 @@ Artifacts declared here: `searches`.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -22,11 +23,14 @@ from mergekit_lab.merging.inputs import select_tensors
 from mergekit_lab.ranges import require
 from mergekit_lab.runs.combine import merge_content, merge_experts, merge_inputs
 from mergekit_lab.runs.finetune import expert_node
-from mergekit_lab.runs.mergers import Merger, weight_fields
+from mergekit_lab.runs.mergers import Merger, say_fields, weight_fields
 from mergekit_lab.runs.models import evaluation_node, expert_model
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import MODEL, Run
+from mergekit_lab.store import Artifact
 from mergekit_lab.store.store import Workspace
+
+log = logging.getLogger(__name__)
 
 
 @declare
@@ -113,6 +117,22 @@ def _search(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]
         "normalized": best.normalized,
         "curve": points,
     }
+
+
+def list_search_points(search: Artifact) -> list[dict[str, float]]:
+    """A search as a tracker draws it: its candidates that were scored on all of validation."""
+    points = [p for p in search.info["curve"] if p.get("share", 1.0) == 1 and not p.get("pruned")]
+    return [{"coefficient": p["coefficient"], "normalized": p["normalized"]} for p in points]
+
+
+def log_search(merger: Merger, search: Artifact) -> None:
+    """What was chosen, for the log."""
+    chosen = say_fields(merger.content, search.info.get("fields", {}))
+    log.info(
+        "%s: the best of %d candidates keeps %.1f %% of the experts' accuracy on validation%s",
+        merger.label, len(search.info["curve"]), 100 * search.info["normalized"],
+        f": {chosen}" if chosen else "",
+    )  # fmt: skip
 
 
 def _evolve(run: Run, merger: Merger, experts: Mapping[str, float], workspace: Workspace) -> list[Candidate]:

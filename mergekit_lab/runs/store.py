@@ -120,7 +120,7 @@ def _verify(store: Store, settings: StoreSettings, removes: bool) -> None:
     folders = list(dict.fromkeys(damage.folder for damage in wrong))
     messages = "\n".join(damage.message for damage in wrong)
     if not wrong:
-        log.info("%d artifacts in the store %s are as they were published", len(chosen), store.root)
+        log.info("%d artifacts in the store %s are intact", len(chosen), store.root)
     elif not removes:
         raise InputError(
             f"{len(folders)} artifacts in the store {store.root} are damaged: store.confirm=true removes "

@@ -29,7 +29,7 @@ CURVE = "curve.json"
 
 
 IMPORTS = ("mergekit_lab.runs.finetune", "mergekit_lab.training.fit")
-"""What a process that trains wants, Lightning among it."""
+"""Modules that a training process imports, Lightning among them."""
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def all_subclasses(kind: type) -> list[type]:
 @pytest.mark.parametrize(
     ("expert", "extra", "problem"),
     [
-        ("short", [], r"short lacks 9 tensors the base has \(model.layers.1"),
+        ("short", [], r"short.*lacks 9 tensors.*model.layers.1"),
         ("cars", ["merger=fisher"], r"needs a fisher checkpoint for every expert: give fishers=\[…\]"),
         ("cars", ["exclude=['*.nope']"], r"'\*\.nope' matches no floating-point tensor"),
         ("cars", ["merger=slerp"], "SLERP takes exactly two experts, not 1"),

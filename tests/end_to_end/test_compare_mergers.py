@@ -107,7 +107,7 @@ def test_a_text_encoder_chooses_among_the_answers_of_one_s_own_texts(tmp_path) -
 
 @pytest.mark.parametrize(
     ("experts", "message"),
-    [("[A]", "1 experts.*for 2 tasks"), ("{a: A}", "no task")],
+    [("[A]", "1 experts.*for 2 tasks"), ("{a: A}", "'a'")],
 )
 def test_experts_that_are_not_one_a_task_are_refused(experts: str, message: str) -> None:
     with pytest.raises(InputError, match=message):

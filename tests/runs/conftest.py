@@ -27,5 +27,5 @@ def small_backbone(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def _small_backbone(small_backbone):
     """And files that a crash of the machine may lose, which takes the disk's time."""
-    with be_small(small_backbone), patch("mergekit_lab.store.store._fsync"):
+    with be_small(small_backbone), patch("mergekit_lab.store.store.sync_to_disk"):
         yield

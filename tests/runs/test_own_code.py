@@ -100,5 +100,5 @@ def test_a_class_may_name_its_own_version(module) -> None:
 def test_a_side_input_that_no_run_makes_is_refused_by_name(module) -> None:
     module(1)
     node = OmegaConf.create({"_target_": "my_own_code.ReadsMine"})
-    with pytest.raises(InputError, match="ReadsMine reads mine, and"):
+    with pytest.raises(InputError, match="ReadsMine reads mine"):
         build_mergers({"mine": node}, Search(coefficients=[1.0]), ["digits"])

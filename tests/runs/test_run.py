@@ -225,8 +225,8 @@ def test_two_dimensions_of_the_report_are_written_against_each_other(finished, t
     assert (tmp_path / "job/records.jsonl").is_file()
     assert not (tmp_path / "job/table.md").exists()
     for wrong, match in (
-        ("table=mergers*task", "no dimension.*'merger'"),
-        ("table=optimizer*task", "make merger one of the two, or fix one"),
+        ("table=mergers*task", "'mergers'.*'merger'"),
+        ("table=optimizer*task", "make merger one of"),
         ("metric=values", "metric is 'values'.*'value'"),
     ):
         with pytest.raises(InputError, match=match):

@@ -104,7 +104,7 @@ def test_what_a_run_wants_is_kept_or_taken_and_nothing_goes_without_confirmation
 def test_damage_is_found_and_a_sound_store_is_said_to_be_so(folder, caplog) -> None:
     with caplog.at_level(logging.INFO, "mergekit_lab"):
         command(folder, "store.action=verify")
-    assert "are as they were published" in caplog.text
+    assert "are intact" in caplog.text
     (weights,) = (folder / "store/experts").glob("*/model.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     with pytest.raises(InputError, match=rf"are damaged: .*\n.*{weights.parent.name} is damaged"):
@@ -154,7 +154,7 @@ def test_what_was_cut_in_the_making_is_listed_and_pruned_by_age_unless_somebody_
         store.obtain("experts", {"n": 1}, cut)
     with caplog.at_level(logging.INFO, "mergekit_lab"):
         command(folder, "store.action=list")
-    assert "experts, half made: 1, 6 B" in caplog.text
+    assert "experts, half made: 1" in caplog.text
     command(folder, "store.action=prune", "store.confirm=true", "store.older_than=1")
     assert left.exists()
     for path in (*left.rglob("*"), left):

@@ -134,13 +134,11 @@ class PerTensor(Method):
     seed: int
     by_tensor: Mapping[str, Method] = field(repr=False)
 
+    weights_by_tensor = True
+
     @property
     def elementwise(self) -> bool:  # type: ignore[override]
         return all(method.elementwise for method in self.by_tensor.values())
-
-    @property
-    def weights_by_tensor(self) -> bool:
-        return True
 
     def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
         method = self.by_tensor[name] if name else next(iter(self.by_tensor.values()))

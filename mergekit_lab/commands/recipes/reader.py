@@ -44,10 +44,10 @@ def read_recipe(file: Path, seed: int = 0, folder: Path | None = None) -> Recipe
 
     Args:
         file: one document, or several that use each other's results by `name`; the one that no other uses is
-            the recipe, the others are its stages.
+            the recipe, the others are its `documents`.
         seed: of random masks.
-        folder: where the stages' results will be, by name; None: each is taken for its base, which has the same
-            tensors.
+        folder: where the results of its documents will be, by name. None: each is taken for its base, which has
+            the same tensors.
 
     Raises:
         InputError: it is none, or asks for something that is not done here, by name.
@@ -63,7 +63,7 @@ def read_recipe(file: Path, seed: int = 0, folder: Path | None = None) -> Recipe
             raise InputError(f"{which} is not a mergekit recipe: it has no merge_method{_explain(document)}")
     if len(documents) == 1:
         return _RecipeReader(documents[0], str(file), {}).read_recipe(text, seed)
-    return _read_stages(documents, file, text, seed, folder)
+    return _read_documents(documents, file, text, seed, folder)
 
 
 def _explain(document: Any) -> str:
@@ -76,7 +76,7 @@ def _explain(document: Any) -> str:
     return ""
 
 
-def _read_stages(
+def _read_documents(
     documents: Sequence[Mapping[str, Any]], file: Path, text: str, seed: int, folder: Path | None
 ) -> Recipe:
     """Several documents, in the order in which they can be run."""
@@ -105,8 +105,8 @@ def _read_stages(
             made = {n: r.base if folder is None else str(folder / n) for n, r in done.items()}
             done[name] = _RecipeReader(named[name], str(file), made).read_recipe(text, seed)
     recipe = done.pop(last[0])
-    notes = [*recipe.notes, *(f"{name}: {note}" for name, stage in done.items() for note in stage.notes)]
-    return replace(recipe, stages=done, notes=notes)
+    notes = [*recipe.notes, *(f"{name}: {note}" for name, document in done.items() for note in document.notes)]
+    return replace(recipe, documents=done, notes=notes)
 
 
 class _Source(NamedTuple):

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mergekit_lab.checkpoints import Checkpoint, TokenPlan
-from mergekit_lab.commands.recipes.methods import (
-    PerTensor,
-)
+from mergekit_lab.commands.recipes.methods import PerTensor
 from mergekit_lab.commands.recipes.parameters import RecipeParameters
 
 
@@ -27,7 +25,7 @@ class Recipe:
         chat_template: in Jinja; None keeps the tokenizer's own.
         notes: what of it has no effect here.
         text: the YAML as it was.
-        stages: what other documents of it make first, by name, each after those that it needs.
+        documents: merges that are made first, by name, each after those that it needs.
     """
 
     base: Any
@@ -40,7 +38,7 @@ class Recipe:
     notes: Sequence[str]
     text: str
     tokens: TokenPlan | None = None
-    stages: Mapping[str, Recipe] = field(default_factory=dict)
+    documents: Mapping[str, Recipe] = field(default_factory=dict)
 
     def make_method(self, base: Checkpoint) -> PerTensor:
         """The method for a model with these tensors."""

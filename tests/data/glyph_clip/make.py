@@ -20,11 +20,11 @@ STEPS, BATCH = 500, 128
 
 def make() -> None:
     shipped = OpenClip("glyph-clip", "asset:glyph_clip")
-    teacher = shipped.model()
+    teacher = shipped.make_model()
     factory._MODEL_CONFIGS["small"] = json.loads((HERE / "glyph_clip.json").read_text())
-    student = OpenClip("small", None).model().train()
+    student = OpenClip("small", None).make_model().train()
     tasks = [Digits(), Latin(), Mnist(), Style()]
-    images = torch.cat([task.samples("train").images for task in tasks])
+    images = torch.cat([task.load_samples("train").images for task in tasks])
     with torch.no_grad():
         wanted = torch.cat([teacher(part) for part in images.split(500)])
     generator = torch.Generator().manual_seed(0)
@@ -43,7 +43,7 @@ def make() -> None:
     save_file(state, HERE / "visual.safetensors")
     for task in tasks[:2]:
         head = shipped.make_zero_shot_head(task.classes, task.templates)
-        part = task.samples("test")
+        part = task.load_samples("test")
         with torch.no_grad():
             right = (student.eval()(part.images) @ head.T).argmax(1) == part.labels
         print(task.name, f"{right.float().mean():.3f}")
