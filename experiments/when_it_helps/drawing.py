@@ -64,7 +64,7 @@ def draw_axes(results: Results, path: Path) -> None:
     handles = [plt.Line2D([], [], color=f"C{n}", marker="o", markersize=4, label=a) for n, a in enumerate(arms)]
     fig.legend(handles=handles, loc="upper center", ncols=len(handles), fontsize=9, frameon=False)
     fig.supylabel("gain over AdamW in points", fontsize=9)
-    fig.tight_layout(rect=(0, 0, 1, 0.97))
+    fig.tight_layout(rect=(0.02, 0, 1, 0.97))
     fig.savefig(path, dpi=90)
 
 
