@@ -14,7 +14,7 @@ VERBS = set(
     re.findall(
         r"\w+",
         """
-        abbreviate abort accept adapt add addmm adopt advise agree align allocate allow answer apply are
+        abbreviate abort accept adapt add addmm adopt advise aggregate agree align allocate allow answer apply are
         arrange as ascend ask assess assign assume attach attempt augment average balance begin break bring
         build bury call can cap cast center chain chart check choose chooses chunk clean clear clip close
         collect combine compare compile complete compose compute configure convert correlate count cover
