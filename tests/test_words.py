@@ -14,13 +14,13 @@ VERBS = set(
     re.findall(
         r"\w+",
         """
-        abbreviate abort accept adapt add addmm adopt advise aggregate agree align allocate allow answer apply
-        are arrange as ascend ask assess assign assume attach attempt augment average balance begin break bring
-        build bury call can cap cast center chain chart check choose chooses chunk clean clear clip close
-        collect combine compare compile complete compose compute configure convert correlate count cover
-        crop cut declare decode deduplicate delete describe detach differentiate digest discard dismiss
-        display distinguish diverge divide doubt download draw drop elect embed encode end enumerate escape
-        estimate eval evaluate evolve exchange execute expand expect explain explore export extract
+        abbreviate abort accept adapt add addmm adopt advise aggregate agree align allocate allow answer
+        apply are arrange as ascend ask assess assign assume attach attempt augment average balance begin
+        break bring build bury call can cap cast center chain chart check choose chooses chunk clean clear
+        clip close collect combine compare compile complete compose compute configure convert correlate
+        count cover crop cut declare decode deduplicate delete describe detach differentiate digest discard
+        dismiss display distinguish diverge divide doubt download draw drop elect embed encode end enumerate
+        escape estimate eval evaluate evolve exchange execute expand expect explain explore export extract
         factorize fetch fill filter find finetune fingerprint finish fit fits fix flatten fold follow forget
         format freeze from gather generate get give go group guard halve has hash have holds hook identify
         ignore import index instantiate interpolate interrupt is itemize join keep label lay learn leave
