@@ -130,10 +130,10 @@ def _find_command(experiment: str, arguments: list[str]) -> str | None:
 
 def _add_shipped(arguments: Iterable[str]) -> list[str]:
     """What draws a paper's figure on the data that ships, after its experiment."""
-    given = set(arguments)
-    if _SHIPPED_SUITE not in given or any(each.startswith("+shipped=") for each in given):
+    words = set(arguments)
+    if _SHIPPED_SUITE not in words or any(each.startswith("+shipped=") for each in words):
         return []
-    names = [each.removeprefix(_EXPERIMENT) for each in given if each.startswith(_EXPERIMENT)]
+    names = [each.removeprefix(_EXPERIMENT) for each in words if each.startswith(_EXPERIMENT)]
     files = [file for name in names if (file := find_conf_dir() / "experiment" / f"{name}.yaml").is_file()]
     matches = [re.search(r"^shipped: (\w+)$", f.read_text(), re.M) for f in files]
     return [f"+shipped={match[1]}" for match in matches if match]

@@ -42,10 +42,10 @@ def run(experiment: str | None = None, overrides: Sequence[str] = ()) -> DataFra
 
     if experiment in COMMANDS:
         raise InputError(f"{experiment} is a command on checkpoints: mergekit_lab.merge and expand do these")
-    said = [*([] if experiment is None else [f"+experiment={experiment}"]), *overrides]
+    arguments = [*([] if experiment is None else [f"+experiment={experiment}"]), *overrides]
     before = Singleton.get_state()  # a user's own Hydra program stays as it is
     try:
-        cfg = _compose(said)
+        cfg = _compose(arguments)
         HydraConfig.instance().set_config(cfg)
         choices = dict(cfg.hydra.runtime.choices)
         folder = Path(cfg.run_dir)
@@ -54,7 +54,7 @@ def run(experiment: str | None = None, overrides: Sequence[str] = ()) -> DataFra
             cfg.run_dir = str(folder)  # which `now` would name anew
             if cfg.device == "spread" and not any(each.startswith("device=") for each in overrides):
                 cfg.device = "auto"  # its processes would run an unguarded script anew
-        start(cfg, folder, choices, said)
+        start(cfg, folder, choices, arguments)
     finally:
         Singleton.set_state(before)
     return _read(folder)

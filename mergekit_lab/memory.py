@@ -46,11 +46,11 @@ def fit_memory(
         try:
             return work(size), size
         except torch.OutOfMemoryError as error:
-            told = say_error(error)
+            cause = say_error(error)
             less = smaller(size)
         if less is None:
             raise InputError(
-                f"{what} does not fit the device's memory with {setting}={size} ({told}): {way_out}"
+                f"{what} does not fit the device's memory with {setting}={size} ({cause}): {way_out}"
             )
         log.warning(
             "out of memory %s with %s=%d: trying %d (set %s=%d to start there)",

@@ -26,8 +26,8 @@ from mergekit_lab.evaluation import score
 from mergekit_lab.merging import TaskArithmetic
 from mergekit_lab.merging.inputs import open_inputs
 from mergekit_lab.paths import find_conf_dir
-from mergekit_lab.runs.curvature import side_node
-from mergekit_lab.runs.finetune import expert_node
+from mergekit_lab.runs.curvature import declare_side_input
+from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.run import Run, load_state
 from mergekit_lab.tasks import Part
 
@@ -51,8 +51,10 @@ def value(run: Run, state: dict[str, Tensor], task: str, part: Part) -> float:
 
 
 def measured(run: Run) -> Interference:
-    experts = {task: run.need(expert_node(run, task)).find_file("model.safetensors") for task in run.tasks}
-    sides = {t: run.need(side_node(run, "fisher", t)).find_file("fisher.safetensors") for t in run.tasks}
+    experts = {task: run.need(declare_expert(run, task)).find_file("model.safetensors") for task in run.tasks}
+    sides = {
+        t: run.need(declare_side_input(run, "fisher", t)).find_file("fisher.safetensors") for t in run.tasks
+    }
     fishers = {task: open_checkpoint(file, task) for task, file in sides.items()}
     found = Interference(tuple(experts), has_fishers=True)
     for layer, traces in measure_layers(
@@ -64,7 +66,7 @@ def measured(run: Run) -> Interference:
 
 def costs(run: Run) -> dict[tuple[str, str], tuple[float, float]]:
     """Cost and coefficient of every pair."""
-    base, states = run.base_state, {task: load_state(run.need(expert_node(run, task))) for task in run.tasks}
+    base, states = run.base_state, {task: load_state(run.need(declare_expert(run, task))) for task in run.tasks}
     own = {(t, p): value(run, states[t], t, p) for t in states for p in ("validation", "test")}
     found = {}
     for pair in combinations(states, 2):

@@ -121,9 +121,9 @@ def summary(context: "Run", records: "Sequence[Record]") -> dict:
     """Accuracies by task, coefficients, validation curves, and the task vectors' size."""
     import torch
 
-    from mergekit_lab.runs.finetune import expert_node, fit_node, plan_settings
+    from mergekit_lab.runs.finetune import declare_expert, declare_fit, plan_settings
     from mergekit_lab.runs.run import load_state
-    from mergekit_lab.runs.search import read_coefficient, search_node
+    from mergekit_lab.runs.search import declare_search, read_coefficient
 
     by_label: dict[str, dict[str, float]] = {}
     for r in records:
@@ -131,19 +131,20 @@ def summary(context: "Run", records: "Sequence[Record]") -> dict:
     coefficients = {label: read_coefficient(context, m) for label, m in context.mergers.items()}
     curves = {
         label: [
-            (p["coefficient"], p["normalized"]) for p in context.need(search_node(context, label)).info["curve"]
+            (p["coefficient"], p["normalized"])
+            for p in context.need(declare_search(context, label)).info["curve"]
         ]
         for label, m in context.mergers.items()
         if m.searched
     }
     vectors = []
     for task in context.tasks:
-        state = load_state(context.need(expert_node(context, task)))
+        state = load_state(context.need(declare_expert(context, task)))
         delta = [(state[n] - t).flatten() for n, t in context.base_state.items() if t.is_floating_point()]
         vectors.append(torch.cat(delta))
     fit = None
     if context.plain["optimizer"].get("scale") == "fit":
-        fit = context.need(fit_node(context)).info["scale"]
+        fit = context.need(declare_fit(context)).info["scale"]
     return {
         "accuracy": by_label,
         "coefficient": coefficients,
@@ -152,7 +153,7 @@ def summary(context: "Run", records: "Sequence[Record]") -> dict:
         "mean_abs": sum(float(v.abs().mean()) for v in vectors) / len(vectors),
         "fitted_b": fit,
         "expert_seconds": [
-            context.need(expert_node(context, task)).info["wall_seconds"] for task in context.tasks
+            context.need(declare_expert(context, task)).info["wall_seconds"] for task in context.tasks
         ],
         "steps": plan_settings(context, next(iter(context.tasks))).steps,
     }

@@ -46,8 +46,8 @@ from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.reporting import Tracker
 from mergekit_lab.runs.analyses.contract import read_states, sample, take_samples_of
 from mergekit_lab.runs.combine import merge_experts
-from mergekit_lab.runs.curvature import list_kinds, side_node
-from mergekit_lab.runs.finetune import fit_node, plan_settings, stage_finetune
+from mergekit_lab.runs.curvature import declare_side_input, list_kinds
+from mergekit_lab.runs.finetune import declare_fit, plan_settings, stage_finetune
 from mergekit_lab.runs.mergers import build_mergers
 from mergekit_lab.runs.run import Run
 from mergekit_lab.runs.settle import settle
@@ -74,7 +74,7 @@ def run_cell(cell: Cell, store: Path, more: Sequence[str] = (), small: bool = Fa
     folder = store / "runs" / cell.name.replace("/", "_").replace(" ", "-")
     run = compose_run(lines, folder, small)
     if cell.times_fit:
-        fitted = run.obtain(fit_node(run)).info["scale"]
+        fitted = run.obtain(declare_fit(run)).info["scale"]
         run = compose_run([*lines, f"optimizer.scale={cell.times_fit * fitted}"], folder, small)
         clock.lap("pilots")
     stage_finetune(run)
@@ -95,7 +95,7 @@ def run_cell(cell: Cell, store: Path, more: Sequence[str] = (), small: bool = Fa
     bench = Bench(run)
     known |= {"experts": bench.experts, "zero_shot": bench.zero_shot}
     if known["scale"] == "fit":
-        known["scale"] = run.obtain(fit_node(run)).info["scale"]
+        known["scale"] = run.obtain(declare_fit(run)).info["scale"]
     clock.lap("evaluate experts")
     line = {
         **known, "tasks": names, **vectors.describe(names),
@@ -226,9 +226,9 @@ class Bench:
         """
         for kind in list_kinds(method):
             for task in tasks:
-                run.obtain(side_node(run, kind, task))
-        has_one = type(method).at is not Method.at
-        unit = merge_experts(run, method.at(1.0) if has_one else method, tasks)
+                run.obtain(declare_side_input(run, kind, task))
+        has_one = type(method).with_coefficient is not Method.with_coefficient
+        unit = merge_experts(run, method.with_coefficient(1.0) if has_one else method, tasks)
         weights = Weights(run.model, run.base_state, {"merged": unit})
 
         def test(coefficient: float) -> dict[str, float]:
@@ -281,7 +281,10 @@ def study_bound(run: Run, seed: int, samples: int = 256) -> Values:
     tasks = list(run.tasks)
     as_proved = {"aggregator": "mean", "coordinates": "full", "normalize": "none", "coefficient": 1.0}
     plain = build_methods(run, {"epimer": as_proved}, seed)["epimer"]
-    files = {task: run.obtain(side_node(run, "fisher", task)).find_file("fisher.safetensors") for task in tasks}
+    files = {
+        task: run.obtain(declare_side_input(run, "fisher", task)).find_file("fisher.safetensors")
+        for task in tasks
+    }
     fishers = {task: open_checkpoint(file, task) for task, file in files.items()}
     ends = read_states(run, tasks)
     total = Interference(tuple(tasks), has_fishers=True)

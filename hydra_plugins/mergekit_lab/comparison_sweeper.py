@@ -166,7 +166,7 @@ class ComparisonSweeper(BasicSweeper):
 
         runs = self.make_runs(self.list_jobs(arguments))
         if runs:
-            print(Plan.unite(list(runs.values())).text())
+            print(Plan.unite(list(runs.values())).format_text())
 
     def _train_first(self, jobs: Sequence[Sequence[str]]) -> None:
         """Each shared training once; what fails is named by the jobs that need it, which do not try again."""

@@ -135,7 +135,7 @@ class Layer:
     def to_json(self) -> dict[str, Any]:
         """As JSON."""
         content: dict[str, Any] = {"name": self.name, "shape": list(self.shape), "base_norm": self.base_norm}
-        content |= sums_to_json(self.sums)
+        content |= encode_sums(self.sums)
         if self.spectra is not None:
             content |= {
                 name: value.tolist() if isinstance(value, Tensor) else value
@@ -308,7 +308,7 @@ def _divide(above: Tensor, below: Tensor) -> Tensor:
     return torch.where(below > 0, above / below.clamp_min(1e-300), torch.zeros_like(above))
 
 
-def sums_to_json(sums: Sums) -> dict[str, Any]:
+def encode_sums(sums: Sums) -> dict[str, Any]:
     """The ratios and norms as JSON."""
     content = {
         "norms": sums.norms.tolist(),

@@ -136,7 +136,7 @@ class ImageObjective(Objective):
         if self._is_resident(part):
             assert self._resident is not None
             return self._resident[index.to(self._resident.device)]
-        if self._reader is not None and (images := self._reader.next(index)) is not None:
+        if self._reader is not None and (images := self._reader.read_next(index)) is not None:
             return images
         return self.task.load_samples(part).images[index].to(self.head.device)
 
@@ -188,7 +188,7 @@ class _ChunkReader:
         load = partial(_load, images, torch.cuda.Stream(device))
         self._loaded = prefetch(load, chunks, ahead=_AHEAD)
 
-    def next(self, index: Tensor) -> Tensor | None:
+    def read_next(self, index: Tensor) -> Tensor | None:
         """The images of the chunk that comes next; None if it is not this one."""
         if not self._left or not torch.equal(self._left[0], index):
             return None

@@ -67,9 +67,9 @@ class ClipWeights:
 
     @property
     def _path(self) -> Path:
-        given = Path(self.name).expanduser()
-        inside = given / self.architecture
-        return inside if inside.is_dir() else given
+        path = Path(self.name).expanduser()
+        inside = path / self.architecture
+        return inside if inside.is_dir() else path
 
     def find_tag(self) -> dict[str, Any]:
         """What open_clip knows about the tag; empty if the name is no tag of the architecture."""
@@ -120,14 +120,14 @@ class ClipWeights:
 
         own = list_pretrained_tags_by_model(register_architecture(self.architecture))
         others = [architecture for architecture, tag in list_pretrained() if tag == self.name]
-        said = f"{self.architecture} has no weights {self.name!r}, and no such file exists; "
+        problem = f"{self.architecture} has no weights {self.name!r}, and no such file exists; "
         if not others:
-            return InputError(f"{said}tags of open_clip: {join_names(own, 20) or 'none'}")
+            return InputError(f"{problem}tags of open_clip: {join_names(own, 20) or 'none'}")
         plain = self.architecture.removesuffix("-quickgelu")
         nearest = next((name for name in (plain, f"{plain}-quickgelu") if name in others), None)
         if nearest:
-            return InputError(f"{said}backbone.architecture={nearest} has them")
-        return InputError(f"{said}open_clip has them for {join_names(others, 20)}")
+            return InputError(f"{problem}backbone.architecture={nearest} has them")
+        return InputError(f"{problem}open_clip has them for {join_names(others, 20)}")
 
     def describe(self) -> dict[str, Any]:
         """How the weights were trained: `quick_gelu`, and `mean` and `std` of their pixels.
@@ -172,9 +172,11 @@ class ClipWeights:
         digest = hash_file(file, remember=True)
         if self.shipped or self.find_tag():
             return {"weights": self.name, "sha256": digest}
-        said = self.describe()
-        other = {name: repr(said[name]) for name, usual in PIXELS.items() if said.get(name, usual) != usual}
-        if said.get("quick_gelu", False) and not is_quick_gelu(self.architecture):
+        settings = self.describe()
+        other = {
+            name: repr(settings[name]) for name, usual in PIXELS.items() if settings.get(name, usual) != usual
+        }
+        if settings.get("quick_gelu", False) and not is_quick_gelu(self.architecture):
             other["activation"] = "quick_gelu"
         return {"weights": "file", "sha256": digest} | other
 
@@ -184,10 +186,10 @@ class ClipWeights:
         Returns:
             The file. `weights` may also name the folder.
         """
-        file, said = self.find_file(), self.describe()
+        file, settings = self.find_file(), self.describe()
         folder.mkdir(parents=True, exist_ok=True)
-        quick = is_quick_gelu(self.architecture) or said.get("quick_gelu", False)
-        pixels = {name: list(said[name]) for name in PIXELS if name in said}
+        quick = is_quick_gelu(self.architecture) or settings.get("quick_gelu", False)
+        pixels = {name: list(settings[name]) for name in PIXELS if name in settings}
         config = {
             "model_cfg": {"quick_gelu": quick},
             "preprocess_cfg": pixels,

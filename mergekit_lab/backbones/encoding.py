@@ -169,8 +169,8 @@ class Encoding:
             return
         says = 0 if self.reading.chooses(task) else task.max_new_tokens
         read = [len(p) for p in encoded.prompts]
-        said = [max(len(a), says) for a in encoded.answers]
-        rows = [sum(pair) for pair in zip(read, said, strict=True)] if self.causal else [*read, *said]
+        answered = [max(len(a), says) for a in encoded.answers]
+        rows = [sum(pair) for pair in zip(read, answered, strict=True)] if self.causal else [*read, *answered]
         longest = max(rows)
         if longest > self.positions:
             raise InputError(

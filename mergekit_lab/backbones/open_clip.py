@@ -250,14 +250,14 @@ def make_whole_model(key: tuple[str, str | None, int]) -> Any:
             if source is not None and file is not None and not source.find_tag():
                 weights = open_checkpoint(file)
                 renamed = from_transformers(dict(weights)) if is_transformers(weights) and not alone else None
-            said, later = backbone._describe(), alone or renamed is not None
+            settings, later = backbone._describe(), alone or renamed is not None
             with _warn_of_random_weights(not later):
                 model = open_clip.create_model(
                     register_architecture(backbone.architecture),
                     pretrained=None if file is None or later else str(file),
                     precision="fp32",
                     force_quick_gelu=backbone.uses_quick_gelu(),
-                    force_preprocess_cfg={name: said[name] for name in PIXELS if name in said},
+                    force_preprocess_cfg={name: settings[name] for name in PIXELS if name in settings},
                     weights_only=True,
                 )
             if alone and weights is not None:

@@ -83,6 +83,8 @@ def find_model(source: str | None, weights: bool = True) -> ModelFolder:
         return ModelFolder(path.parent, path.name, path.name)
     if (path / "config.json").is_file():
         return ModelFolder(path, None, "folder")
+    if (path / "adapter_config.json").is_file():
+        raise InputError(f"{source} is a PEFT adapter, which needs its base: set base=BASE experts=[{source}]")
     if path.exists():
         raise InputError(
             f"{source} is not a transformers model: it has no config.json, and is not a .gguf file"

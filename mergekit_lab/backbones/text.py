@@ -45,8 +45,8 @@ class ScoredText(Objective):
             return None
         samples, score = self.task.load_samples(part), METRICS[self.task.metric]
         return [
-            score([said], [samples.answers[i]], [samples.prompts[i]])
-            for said, i in zip(predictions, index.tolist(), strict=True)
+            score([prediction], [samples.answers[i]], [samples.prompts[i]])
+            for prediction, i in zip(predictions, index.tolist(), strict=True)
         ]
 
     def measure(self, predictions: Sequence[Any], part: Part, index: Tensor) -> dict[str, float]:

@@ -53,7 +53,7 @@ from mergekit_lab.checkpoints.model_files import (
 from mergekit_lab.checkpoints.plain_files import read_json
 from mergekit_lab.checkpoints.publish import RECORD, check_out, make_folder
 from mergekit_lab.checkpoints.quantized import refuse_quantized
-from mergekit_lab.checkpoints.reader import find_source, open_checkpoint
+from mergekit_lab.checkpoints.reader import find_source, list_deciding_files, open_checkpoint
 from mergekit_lab.checkpoints.shards import MAX_SHARD_BYTES, ShardedWriter, plan_files, plan_shards
 from mergekit_lab.checkpoints.tokens import read_tokens
 from mergekit_lab.checkpoints.vocabulary import count_vocabulary_rows, reconcile
@@ -110,6 +110,7 @@ __all__ = [
     "hash_file",
     "hash_folder",
     "list_computed_buffers",
+    "list_deciding_files",
     "list_mismatches",
     "make_folder",
     "measure_files",

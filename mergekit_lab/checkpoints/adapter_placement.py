@@ -167,8 +167,8 @@ def _place_by_prefix(
     most = max((fitting for fitting, _ in options.values()), default=0)
     best = {prefix: targets for prefix, (fitting, targets) in options.items() if fitting == most}
     if len(best) > 1 and most:
-        told = choose_prefix([add for _, add in best], kind, own, base)
-        if told is None:
+        prefix = choose_prefix([add for _, add in best], kind, own, base)
+        if prefix is None:
             shown = [add or drop for drop, add in best]
             raise InputError(
                 f"{label}: the adapter's names fit the base under several prefixes ({join_names(shown)}), and "
@@ -176,7 +176,7 @@ def _place_by_prefix(
                 '{"auto_mapping": {"base_model_class": "…"}} in its adapter_config.json to the class of the '
                 "model that it was trained on, or put the prefix before its names"
             )
-        best = {("", told): best["", told]}
+        best = {("", prefix): best["", prefix]}
     return Placed(base, next(iter(best.values()), {}), dict(seconds))
 
 

@@ -176,14 +176,14 @@ def _choose_prefixes(
         return alike[0] if 2 * best[0] >= len(usuals) or not alike[0][1] else ("", "")
     named = read_config(expert.folder).get("architectures")
     kind = str(named[0]) if isinstance(named, list) and named else None
-    told = choose_prefix([add for _, add in alike], kind, find_architecture(base), base)
-    if told is None:
+    prefix = choose_prefix([add for _, add in alike], kind, find_architecture(base), base)
+    if prefix is None:
         heads = [add or drop for drop, add in alike]
         raise InputError(
             f"expert {expert.label!r} fits the base under several prefixes ({join_names(heads)}), and nothing "
             "tells which part it is: put the right one before its names, or its config.json next to it"
         )
-    return "", told
+    return "", prefix
 
 
 def _list_heads(names: Iterable[str], least: float) -> list[str]:

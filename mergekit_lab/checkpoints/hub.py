@@ -188,13 +188,13 @@ def push_folder(folder: Path, repo: str, private: bool, ignore: Sequence[str] = 
     except Exception as error:  # the hub's client raises what its HTTP library does
         token = huggingface_hub.get_token()
         cause = error.__cause__ or error
-        said = next(iter(str(cause).strip().splitlines()), "")
-        said = said.replace(token, "…") if token else said
+        reason = next(iter(str(cause).strip().splitlines()), "")
+        reason = reason.replace(token, "…") if token else reason
         patterns = [word for pattern in _REPLACED for word in ("--delete", pattern)]
         patterns += [word for name in ignore for word in ("--exclude", name)]
         again = ["hf", "upload", repo, str(folder), ".", *(["--private"] if private else []), *patterns]
         raise InputError(
-            f"{folder} is finished, and its upload to {repo} failed ({type(cause).__name__}: {said[:300]}): "
+            f"{folder} is finished, and its upload to {repo} failed ({type(cause).__name__}: {reason[:300]}): "
             f"repeat it with\n  {shlex.join(again)}"
         ) from None
     log.info("%s is %s/%s (%s)", folder, api.endpoint, repo, seen)

@@ -72,6 +72,15 @@ def open_checkpoint(
     return _open_file(label, path)
 
 
+def list_deciding_files(source: str, label: str) -> list[Path]:
+    """The files whose bytes decide what a source is, given its base; `open_checkpoint` says what is raised."""
+    path = find_adapter_folder(find_source(source), label)
+    records = [path / name for name in (ADAPTER_CONFIG, RECORD_FILE) if (path / name).is_file()]
+    if not records:
+        return list(open_checkpoint(source, label).files)
+    return [*records, *sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".bin"))]
+
+
 def _open_low_rank(path: Path, base: Checkpoint | None, label: str) -> Checkpoint:
     if base is None:
         raise InputError(f"{label}: {path} holds what a merge adds to its base: expand it on that base")

@@ -230,8 +230,8 @@ def _say_difference(own: dict[str, int] | None, base: dict[str, int] | None) -> 
     more, less = own.keys() - base.keys(), base.keys() - own.keys()
     moved = {token for token, row in base.items() if own.get(token, row) != row}
     kinds = {"only there": more, "only in the base": less, "in other rows": moved}
-    said = [f"{len(names)} {where} ({join_names(names, 4)})" for where, names in kinds.items() if names]
-    return f"; tokens: {', '.join(said)}" if said else ""
+    counts = [f"{len(names)} {where} ({join_names(names, 4)})" for where, names in kinds.items() if names]
+    return f"; tokens: {', '.join(counts)}" if counts else ""
 
 
 def _list_lacking(experts: Sequence[Checkpoint], tokens: Sequence[dict[str, int] | None]) -> tuple[str, ...]:

@@ -52,10 +52,10 @@ def refuse_unset(cfg: DictConfig) -> None:
     """
     from omegaconf import OmegaConf
 
-    given: Any = OmegaConf.to_container(cfg, resolve=False)
+    settings: Any = OmegaConf.to_container(cfg, resolve=False)
     for key, how in _NEEDED[cfg.command].items():
-        spared = given.get("dry_run") if key == "out" else given.get("recipe")
-        if not given.get(key) and not spared:
+        spared = settings.get("dry_run") if key == "out" else settings.get("recipe")
+        if not settings.get(key) and not spared:
             raise InputError(f"{key} is not set: {how}")
 
 

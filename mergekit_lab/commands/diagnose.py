@@ -18,7 +18,7 @@ from rich.progress import track
 from rich.table import Table
 
 from mergekit_lab.analysis import Advice, Interference, Layer, advise, measure_layers
-from mergekit_lab.analysis.interference import sums_to_json
+from mergekit_lab.analysis.interference import encode_sums
 from mergekit_lab.commands.prepare import prepare
 from mergekit_lab.commands.sources import read_sources, shorten_path
 from mergekit_lab.merging import TaskArithmetic, resolve_device
@@ -69,8 +69,8 @@ class Diagnose:
         advice = advise(measured)
         folder.mkdir(parents=True, exist_ok=True)
         commands = self._list_next_commands() if (measured.total.norms > 0).sum() > 1 else []
-        told = as_json(measured, advice, notes) | {"commands": commands}
-        (folder / FILE).write_text(json.dumps(told, indent=1, allow_nan=False) + "\n")
+        diagnosis = as_json(measured, advice, notes) | {"commands": commands}
+        (folder / FILE).write_text(json.dumps(diagnosis, indent=1, allow_nan=False) + "\n")
         for note in notes:
             log.info("%s", note)
         show(measured, advice, Console())
@@ -127,7 +127,7 @@ def as_json(measured: Interference, advice: Sequence[Advice], notes: Sequence[st
     return {
         "experts": list(measured.experts),
         "base_norm": measured.base_norm,
-        "overall": sums_to_json(measured.total),
+        "overall": encode_sums(measured.total),
         "fisher_traces": measured.fisher_traces.tolist() if measured.has_fishers else None,
         "bound": measured.bound.to_json() if measured.has_fishers else None,
         "pairs": [asdict(pair) for pair in list_pairs(measured)],
@@ -181,11 +181,11 @@ def list_pairs(measured: Interference) -> list[Pair]:
 
 
 def _rank_layers(measured: Interference, i: int, j: int) -> list[tuple[str, float]]:
-    def amount(layer: Layer) -> float:
+    def measure_amount(layer: Layer) -> float:
         sums = layer.sums
         return float(sums.harm[i, j] + sums.harm[j, i] if measured.has_fishers else sums.lost[i, j])
 
-    amounts = {layer.name: amount(layer) for layer in measured.layers}
+    amounts = {layer.name: measure_amount(layer) for layer in measured.layers}
     whole = sum(amounts.values())
     largest = sorted(amounts.items(), key=lambda item: -item[1])[:5]
     return [(name, value / whole if whole else 0.0) for name, value in largest]

@@ -48,8 +48,8 @@ def describe_for_hub(prepared: Prepared) -> dict[str, Any]:
         fields["pipeline_tag"] = tag[1]
     elif library is OPEN_CLIP:
         fields["pipeline_tag"] = "zero-shot-image-classification"
-    said = read_header(prepared.origin.folder)
-    return fields | {name: said[name] for name in _CARRIED if said.get(name)}
+    header = read_header(prepared.origin.folder)
+    return fields | {name: header[name] for name in _CARRIED if header.get(name)}
 
 
 def say_usage(prepared: Prepared, title: str, repo: str | None = None) -> str:

@@ -101,9 +101,9 @@ def merge(
     for name, number in (metrics or {}).items():
         require(isinstance(number, int | float), f"metrics: {name}", number, "a number")
     check_out(Path(out).expanduser(), overwrite, list_local_paths(base, experts))
-    for kind, given in (("fisher", fishers), ("gram", grams)):
-        if given is not None:
-            statistics = {**(statistics or {}), kind: given}
+    for kind, sources in (("fisher", fishers), ("gram", grams)):
+        if sources is not None:
+            statistics = {**(statistics or {}), kind: sources}
     prepared = prepare(
         base, experts, method, statistics=statistics, include=include, exclude=list_patterns(exclude),
         dtype=dtype, device=device, embeddings=embeddings, tokenizer_from=tokenizer_from,

@@ -78,8 +78,8 @@ def prepare(
         read: compare the values of names that look tied; False reads headers only, and keeps what is wrong with
             the vocabularies for the report.
     """
-    right = isinstance(method, Method) or (callable(method) and not isinstance(method, type))
-    require(right, "method", method, "an instance of a merging method, as TIES()")
+    is_method = isinstance(method, Method) or (callable(method) and not isinstance(method, type))
+    require(is_method, "method", method, "an instance of a merging method, as TIES()")
     named = name_sources(experts, "experts")
     if not named:
         raise InputError("there is nothing to merge: give experts=[…]")
@@ -97,56 +97,44 @@ def prepare(
     origin = untie(origin, sources.values(), notes.append)
     is_merged = partial(is_selected, include=include, exclude=exclude)
     opened = {n: align(origin, s, read=read, say=notes.append, is_merged=is_merged) for n, s in sources.items()}
-    said, problems = compare_configs(origin, opened, allow_config_mismatch, is_merged)
-    notes += [*opener.notes, *said]
+    config_notes, problems = compare_configs(origin, opened, allow_config_mismatch, is_merged)
+    notes += [*opener.notes, *config_notes]
     problems = [*opener.problems, *problems]
     if problems and read:
         raise InputError("\n".join(problems))
-    tokenizer = None
-    try:
-        tokenizer = _find_tokenizer_folder(tokenizer_from, origin, opened)
-        same = reconcile(origin, list(opened.values()), embeddings, tokenizer, is_merged, tokens)
-        _check_tokenizer(tokenizer, same.base)
-    except InputError as error:
-        if read:
-            raise
-        same = Reconciled(origin, tuple(opened.values()))
-        problems.append(str(error))
-    chosen = tokenizer or same.tokenizer or origin.folder
-    called = _name_tokenizer_source(tokenizer_from, same.tokenizer, opened)
+    reconciled, wanted_tokenizer, more_problems = _reconcile(
+        origin, opened, embeddings, tokenizer_from, is_merged, tokens
+    )
+    problems += more_problems
+    if problems and read:
+        raise InputError("\n".join(problems))
+    tokenizer_folder = wanted_tokenizer or reconciled.tokenizer or origin.folder
+    tokenizer_source = _name_tokenizer_source(tokenizer_from, reconciled.tokenizer, opened)
     folders = {name: expert.folder for name, expert in opened.items()}
-    notes += [*same.notes, *describe_tokenizer(origin.folder, folders, chosen, called)]
-    side: dict[str, dict[str, Checkpoint]] = {}
-    for kind, given in (statistics or {}).items():
-        by_name = inputs.name_sources(given, kind, tuple(named))
-        side[kind] = {
-            name: same.side(
-                position, open_checkpoint(by_name[name], f"{kind} of {name}", headers_only=not read)
-            )
-            for position, name in enumerate(named)
-        }
+    notes += reconciled.notes
+    notes += describe_tokenizer(origin.folder, folders, tokenizer_folder, tokenizer_source)
     return Prepared(
-        base=same.base,
-        experts=dict(zip(named, same.experts, strict=True)),
+        base=reconciled.base,
+        experts=dict(zip(named, reconciled.experts, strict=True)),
         origin=origin,
         opened=opened,
-        side=side,
-        method=method if isinstance(method, Method) else method(same.base),
+        side=_open_side_inputs(statistics or {}, tuple(named), reconciled, read),
+        method=method if isinstance(method, Method) else method(reconciled.base),
         device=devices,
         dtype=dtype,
         include=include,
         exclude=exclude,
         kept=[
-            *same.exclude,
+            *reconciled.exclude,
             *(n for n in list_computed_buffers(origin) if origin.specs[n].dtype.is_floating_point),
             *inputs.list_kept_statistics(origin, buffers),
         ],
         embeddings=embeddings,
         max_shard_bytes=max_shard_bytes,
-        vocabulary=same.rows,
-        tokenizer=chosen,
-        added_tokens=same.added,
-        tokenizer_source=called,
+        vocabulary=reconciled.rows,
+        tokenizer=tokenizer_folder,
+        added_tokens=reconciled.added,
+        tokenizer_source=tokenizer_source,
         chat_template=chat_template,
         base_source=_name_input(base),
         sources={name: _name_input(source) for name, source in named.items()},
@@ -155,8 +143,47 @@ def prepare(
     )
 
 
+def _reconcile(
+    base: Checkpoint,
+    experts: Mapping[str, Checkpoint],
+    embeddings: str | None,
+    tokenizer_from: str | Path | None,
+    is_merged: Callable[[str], bool],
+    tokens: TokenPlan | None,
+) -> tuple[Reconciled, Path | None, list[str]]:
+    """Bring base and experts to one vocabulary.
+
+    Returns:
+        Both, as they were if that is impossible; the folder that `tokenizer_from` names; why it is impossible.
+    """
+    tokenizer = None
+    try:
+        tokenizer = _find_tokenizer_folder(tokenizer_from, base, experts)
+        reconciled = reconcile(base, list(experts.values()), embeddings, tokenizer, is_merged, tokens)
+        _check_tokenizer(tokenizer, reconciled.base)
+    except InputError as error:
+        return Reconciled(base, tuple(experts.values())), tokenizer, [str(error)]
+    return reconciled, tokenizer, []
+
+
+def _open_side_inputs(
+    statistics: Mapping[str, Sources], experts: Sequence[str], reconciled: Reconciled, read: bool
+) -> dict[str, dict[str, Checkpoint]]:
+    """By kind and expert, with the vocabulary that base and experts have."""
+    side_inputs: dict[str, dict[str, Checkpoint]] = {}
+    for kind, sources in statistics.items():
+        by_name = inputs.name_sources(sources, kind, tuple(experts))
+        side_inputs[kind] = {
+            name: reconciled.side(
+                position, open_checkpoint(by_name[name], f"{kind} of {name}", headers_only=not read)
+            )
+            for position, name in enumerate(experts)
+        }
+    return side_inputs
+
+
 class _Opener:
-    """Opens inputs; keeps what comparing the configurations of an arranged model's parts found."""
+    """Opens inputs. Collects notes and problems of their configurations."""
 
     def __init__(self, read: bool, allowed: Sequence[str]) -> None:
         self.read = read
@@ -186,13 +213,13 @@ class _Opener:
     def arrange(self, name: str, source: Arranged) -> Checkpoint:
         models: dict[str, Checkpoint] = {}
         for piece in source.pieces:
-            called = _name_input(piece.model)
-            if called not in models:
-                opened = self.open(called, piece.model, None)
-                models[called] = align(next(iter(models.values()), opened), opened, read=self.read)
+            name_of_model = _name_input(piece.model)
+            if name_of_model not in models:
+                opened = self.open(name_of_model, piece.model, None)
+                models[name_of_model] = align(next(iter(models.values()), opened), opened, read=self.read)
         first, *others = models
-        said, problems = compare_configs(models[first], {n: models[n] for n in others}, self.allowed)
-        self.notes += [note for note in said if note not in self.notes]
+        notes, problems = compare_configs(models[first], {n: models[n] for n in others}, self.allowed)
+        self.notes += [note for note in notes if note not in self.notes]
         self.problems += [problem for problem in problems if problem not in self.problems]
         parts = [LayerRange(models[_name_input(p.model)], p.first, p.stop) for p in source.pieces]
         return arrange_layers(parts, name)
@@ -210,7 +237,8 @@ def _describe_folder(base: Checkpoint) -> list[str]:
 
 
 def _require_kin(base: Checkpoint, expert: Checkpoint) -> Checkpoint:
-    """The expert, unless it is for the library whose file of the base was not read, or factors of no model."""
+    """Return the expert. Refuse one made for another weights file of the base's folder, or an adapter's factors
+    without their model."""
     factors = [name for name in expert if _FACTOR.search(name)]
     if 2 * len(factors) > len(expert) and not base.keys() & expert.keys():
         raise InputError(
@@ -279,14 +307,14 @@ def read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def _doubt_base(name: str, wanted: str, base: Checkpoint) -> list[str]:
-    """A warning where an adapter says that it was trained on a model of another name, wherever that lay."""
+    """Warn where an adapter names another base model than this one."""
     known = [str(read_config(base.folder).get("_name_or_path") or ""), str(base.folder or "")]
-    mine = [called for each in known if (called := _strip_path(each))]
+    mine = [name_of_base for each in known if (name_of_base := _strip_path(each))]
     if not _strip_path(wanted) or not mine or _strip_path(wanted) in mine:
         return []
-    called = wanted if parse_hub_id(wanted) else Path(wanted).name
+    model = wanted if parse_hub_id(wanted) else Path(wanted).name
     return [
-        f"warning: the adapter {name} was trained on {called!r}, and the base is called {mine[0]!r}: are they "
+        f"warning: the adapter {name} was trained on {model!r}, and the base is called {mine[0]!r}: are they "
         "the same weights?"
     ]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +67,23 @@ def write(
     out = out.expanduser()
     check_out(out, overwrite, list_input_files(prepared))
     check_format(prepared, format, rank, energy)
-    told = {"metrics": metrics or {}, "recipe": recipe, "push_to": push_to}
+    extras = _CardExtras(metrics or {}, recipe, push_to)
     if format == "adapter":
-        _write_adapter(prepared, out, overwrite, rank, energy, progress, told)
+        _write_adapter(prepared, out, overwrite, rank, energy, progress, extras)
     else:
-        _write_model(prepared, out, overwrite, format, progress, told)
+        _write_model(prepared, out, overwrite, format, progress, extras)
     if push_to is not None:
         push_folder(out, push_to, push_private)
     return out
+
+
+@dataclass(frozen=True)
+class _CardExtras:
+    """What a model card says beside the merge itself."""
+
+    metrics: Mapping[str, float]
+    recipe: str | None
+    push_to: str | None
 
 
 class _Remaining(TimeRemainingColumn):
@@ -84,7 +94,7 @@ class _Remaining(TimeRemainingColumn):
 
 
 def _write_model(
-    prepared: Prepared, out: Path, overwrite: bool, format: str, progress: bool, told: Mapping[str, Any]
+    prepared: Prepared, out: Path, overwrite: bool, format: str, progress: bool, extras: _CardExtras
 ) -> None:
     notes: Notes = {}
     if format == "dense":
@@ -111,12 +121,12 @@ def _write_model(
             work = {name: count_work(prepared.method, name, spec.shape) for name, spec in specs.items()}
             task = bar.add_task(f"merging into {out.name}", total=sum(work.values()))
             results = ((name, tensor) for name, tensor in tensors if name in specs)
-            with closing(prefetch(lambda entry: _put(writer, *entry), results, ahead=2)) as written:
+            with closing(prefetch(lambda entry: _write_tensor(writer, *entry), results, ahead=2)) as written:
                 for name in written:
                     bar.advance(task, work[name])
         if format != "dense":
             beside |= _make_low_rank_record(prepared).make_files()
-        beside |= _make_card(prepared, out.name, format, account=_summarize_notes(notes), **told).make_files()
+        beside |= _make_card(prepared, out.name, format, _summarize_notes(notes), extras).make_files()
         planned |= write_files(beside, folder)
 
 
@@ -127,23 +137,22 @@ def _write_adapter(
     rank: int | None,
     energy: float | None,
     progress: bool,
-    told: Mapping[str, Any],
+    extras: _CardExtras,
 ) -> None:
     notes: Notes = {}
     arguments = _collect_arguments(prepared)
     merge = AdapterMerge(arguments.pop("base"), arguments.pop("experts"), arguments.pop("method"), rank, energy)
-    made = merge.changes(**arguments, notes=notes)
+    streamed = merge.read_changes(**arguments, notes=notes)
     beside = plan_files_beside(prepared, "adapter")
-    kind = prepared.dtype or torch.float32
     planned: dict[str, int] = {}
     with make_folder(out, overwrite, planned) as folder:
-        changes = dict(track(made, f"factorizing into {out.name}", disable=not progress, transient=True))
+        changes = dict(track(streamed, f"factorizing into {out.name}", disable=not progress, transient=True))
         planned |= write_adapter(
             folder, changes, base_name=_name_base(prepared), base_folder=prepared.base.folder,
-            transposed=merge.transposed, dtype=kind,
+            transposed=merge.transposed, dtype=prepared.dtype or torch.float32,
         )  # fmt: skip
         account = [*merge.describe(), *_summarize_notes(notes)]
-        beside |= _make_card(prepared, out.name, "adapter", account=account, **told).make_files()
+        beside |= _make_card(prepared, out.name, "adapter", account, extras).make_files()
         planned |= write_files(beside, folder)
 
 
@@ -193,7 +202,7 @@ def _make_low_rank_record(prepared: Prepared) -> LowRankRecord:
     )
 
 
-def _put(writer: ShardedWriter, name: str, tensor: Tensor) -> str:
+def _write_tensor(writer: ShardedWriter, name: str, tensor: Tensor) -> str:
     """Write a tensor; returns its name."""
     writer.write(name, tensor)
     return name
@@ -248,17 +257,15 @@ def _summarize_notes(notes: Notes) -> list[str]:
         f"{key}: {sum(v) / len(v):.4g} in the mean of {len(v)} tensors, from {min(v):.4g} to {max(v):.4g}"
         for key, v in numbers.items()
     ]
-    return lines + [f"{said} ({len(names)} tensors: {join_names(names)})" for said, names in others.items()]
+    return lines + [f"{note} ({len(names)} tensors: {join_names(names)})" for note, names in others.items()]
 
 
 def _make_card(
     prepared: Prepared,
     title: str,
     format: str,
-    metrics: Mapping[str, float],
-    recipe: str | None,
     account: Sequence[str],
-    push_to: str | None,
+    extras: _CardExtras,
 ) -> Card:
     side = {
         kind: {name: fingerprint(c, c.label) for name, c in by_name.items()}
@@ -283,12 +290,12 @@ def _make_card(
         versions=read_versions(),
         hub_ids=ids,
         notes=[*prepared.notes, *account],
-        metrics=metrics,
-        recipe=recipe,
+        metrics=extras.metrics,
+        recipe=extras.recipe,
         hub=describe_for_hub(prepared),
-        usage="" if format != "dense" else say_usage(prepared, title, push_to),
+        usage="" if format != "dense" else say_usage(prepared, title, extras.push_to),
         command=say_command(prepared, title, format),
-        equivalent="" if recipe or format != "dense" else write_recipe(prepared),
+        equivalent="" if extras.recipe or format != "dense" else write_recipe(prepared),
     )
 
 

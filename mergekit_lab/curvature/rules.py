@@ -141,10 +141,10 @@ def make_local_rule(func: Any) -> Callable[..., Tensor]:
 
         def use(source: Tensor) -> Callable[[Tensor], Use]:
             def compute(s: Tensor, *samples: Tensor) -> Tensor:
-                given = {id(t): x for t, x in zip(batched, samples, strict=True)} | {id(source): s}
+                values = {id(t): x for t, x in zip(batched, samples, strict=True)} | {id(source): s}
 
                 def put(value: Any) -> Any:
-                    return given[id(value)] if id(value) in given else tape.detach(value)
+                    return values[id(value)] if id(value) in values else tape.detach(value)
 
                 result: Tensor = func(*_replace(args, put), **_replace(kwargs, put))
                 return result

@@ -57,24 +57,24 @@ class Recordings:
             self._by_shape.clear()
             self._weights = weights
 
-    def run(self, model: nn.Module, given: Arguments) -> Any:
+    def run(self, model: nn.Module, arguments: Arguments) -> Any:
         """What the model makes of its arguments."""
         how = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), model.training
-        key = (how, *((name, t.shape, t.dtype) for name, t in given.items()))
+        key = (how, *((name, t.shape, t.dtype) for name, t in arguments.items()))
         with self._graph_stream.stream():
             recording = self._by_shape.get(key)
             if recording is None and self._seen[key] and self._may_record:
-                recording = self._record(model, given, key)
+                recording = self._record(model, arguments, key)
             if recording is None:
                 self._seen[key] += 1
-                return _call(model, given)
-            for name, tensor in given.items():
+                return _call(model, arguments)
+            for name, tensor in arguments.items():
                 recording.inputs[name].copy_(tensor)
             recording.graph.replay()
             return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, recording.output)
 
-    def _record(self, model: nn.Module, given: Arguments, key: Hashable) -> _Recording | None:
-        inputs = {name: tensor.clone() for name, tensor in given.items()}
+    def _record(self, model: nn.Module, arguments: Arguments, key: Hashable) -> _Recording | None:
+        inputs = {name: tensor.clone() for name, tensor in arguments.items()}
         try:
             graph, output = self._graph_stream.record(lambda: _call(model, inputs))
         except Exception as error:
@@ -99,9 +99,9 @@ class Replayed(nn.Module):
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Any:
         """What the model makes of tensors."""
-        given: dict[str | int, Tensor] = dict(enumerate(args))
-        given.update(kwargs)
-        return self._recordings.run(self.model, given)
+        arguments: dict[str | int, Tensor] = dict(enumerate(args))
+        arguments.update(kwargs)
+        return self._recordings.run(self.model, arguments)
 
 
 def replay_forward(model: nn.Module) -> nn.Module:
@@ -121,6 +121,6 @@ def replay_forward(model: nn.Module) -> nn.Module:
     return Replayed(model, _KNOWN[model])
 
 
-def _call(model: nn.Module, given: Arguments) -> Any:
-    positional = [tensor for name, tensor in given.items() if isinstance(name, int)]
-    return model(*positional, **{name: tensor for name, tensor in given.items() if isinstance(name, str)})
+def _call(model: nn.Module, arguments: Arguments) -> Any:
+    positional = [tensor for name, tensor in arguments.items() if isinstance(name, int)]
+    return model(*positional, **{name: tensor for name, tensor in arguments.items() if isinstance(name, str)})

@@ -40,7 +40,7 @@ _ROUNDING = 1e-12
 
 @dataclass
 class AdapterMerge:
-    """One merge as an adapter; `changes` makes it, and the rest is known then.
+    """One merge as an adapter; `read_changes` makes it, and the rest is known then.
 
     Args:
         base, experts, method: of the merge.
@@ -97,7 +97,7 @@ class AdapterMerge:
         """Relative error of the change over the whole model: ‖lost part‖ / ‖change‖."""
         return math.sqrt(self._lost / self._whole) if self._whole else 0.0
 
-    def changes(
+    def read_changes(
         self, *, include: Sequence[str] | None = None, exclude: Sequence[str] = (), **options: Any
     ) -> Iterator[tuple[str, LowRankChange]]:
         """The factors of each weight that changes, in float64, as they are made; see `merge_tensors`."""

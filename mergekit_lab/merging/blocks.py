@@ -113,7 +113,7 @@ class Reader:
     def names(self) -> Sequence[str]:
         return self.inputs.merged if self.subset is None else self.subset
 
-    def blocks(self) -> Iterator[tuple[str, Tensor, Site]]:
+    def read_blocks(self) -> Iterator[tuple[str, Tensor, Site]]:
         for piece, deltas in self._read_blocks():
             site = self.make_site(piece)
             for change in self.changes:
@@ -137,7 +137,7 @@ class Reader:
 
         yield from prefetch(read, pieces, ahead=_AHEAD, threads=_AHEAD)
 
-    def side_blocks(self, kind: str) -> Iterator[Tensor]:
+    def read_side_blocks(self, kind: str) -> Iterator[Tensor]:
         for piece in self.cut(self.names):
             yield self._read_sides(piece)[kind]
 

@@ -107,11 +107,11 @@ class Stream(Protocol):
     @property
     def buffer_entries(self) -> int: ...
 
-    def blocks(self) -> Iterator[tuple[str, Tensor, Site]]:
+    def read_blocks(self) -> Iterator[tuple[str, Tensor, Site]]:
         """Name, task vectors `[T, n]` and site of every block; `n`, and whether tensors are pooled, is the
         driver's choice (see `Method.pools`). A block is valid until the next one is asked for."""
 
-    def side_blocks(self, kind: str) -> Iterator[Tensor]:
+    def read_side_blocks(self, kind: str) -> Iterator[Tensor]:
         """The side inputs of one kind, `[T, n]` a block."""
 
     def map(self, change: Callable[[str, Tensor, Site], Tensor]) -> Stream:
@@ -210,7 +210,7 @@ class Method:
         """`α`: the driver multiplies the result of `merge` by it."""
         return 1.0
 
-    def at(self, coefficient: float) -> Self:
+    def with_coefficient(self, coefficient: float) -> Self:
         """This method at another global coefficient.
 
         Raises:
@@ -338,7 +338,7 @@ class ScaledMethod(Method):
     def scale(self) -> float:
         return self.coefficient
 
-    def at(self, coefficient: float) -> Self:
+    def with_coefficient(self, coefficient: float) -> Self:
         return replace(self, coefficient=coefficient)
 
 

@@ -56,7 +56,7 @@ class EMR(Method):
         """`γ` `[T]` in float64; 0 of an expert that is the base."""
         sums: dict[str, Tensor] = {}
         counts: dict[str, int] = {}
-        for name, deltas, site in stream.blocks():
+        for name, deltas, site in stream.read_blocks():
             own = site.weigh(deltas)
             shared, masks = self.unify(own)
             magnitudes = torch.stack([own.abs(), shared.abs() * masks]).sum(dim=2, dtype=torch.float64)

@@ -27,6 +27,7 @@ from mergekit_lab.ranges import require, require_choice
 
 _COORDINATES = ("tagged", "full", "own")
 _BLOCK_ENTRIES = 1 << 25
+"""Entries of `V ∘ v_i` that one block of a Gram matrix holds on a GPU: 256 MiB in float64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +44,8 @@ class EpiMer(AtomMethod):
             `"norm"` (root mean square 1). The paper specifies none, but the scale across tasks matters.
         weights: `λ_t ≥ 0`, scaled to sum 1.
 
-    Needs `statistics={"fisher": …}`. Notes `eta` a matrix: the gain `cᵀH̄⁻¹c ≥ 0` of the quadratic
-    objective over the flat mean (Theorem 3). Other tensors: `α·mean(δ)`.
+    Reads the side input `fisher`. For each matrix it notes `eta`, the gain `cᵀH̄⁻¹c ≥ 0` over the flat mean
+    (Theorem 3). Other tensors get `α·mean(δ)`, weighted by `λ_t`.
     """
 
     rank: int | None = 32
@@ -91,7 +92,7 @@ class EpiMer(AtomMethod):
             return atoms, atoms.sigma
         fishers = [site.side["fisher"] for site in sites]
         curvature = torch.stack(fishers) if len(fishers) > 1 else fishers[0][None]
-        shares = torch.stack([self._divide_weights(site) for site in sites]).double()
+        shares = torch.stack([site.weights / site.weights.sum() for site in sites]).double()
         scales = torch.ones(experts) if sites[0].survey is None else sites[0].survey
         merged, eta = solve_mean(
             atoms, self._choose_coordinates(atoms, deltas), curvature, shares, self.floor, scales.to(shares)
@@ -101,20 +102,15 @@ class EpiMer(AtomMethod):
         merged = merged * (experts if self.aggregator == "sum" else 1)
         return atoms.to(deltas.dtype), merged.to(deltas.dtype)
 
-    def _divide_weights(self, site: Site) -> Tensor:
-        return site.weights / site.weights.sum()
-
     def _choose_coordinates(self, atoms: Atoms, deltas: Tensor) -> Tensor:
-        """`d`, `[B, T, p]`."""
+        """What each expert is in the basis of all atoms: `d`, `[B, T, p]`. The module says which there are."""
         experts, device = deltas.shape[1], deltas.device
-        own = torch.eye(experts, dtype=torch.bool, device=device)
-        own = own.repeat_interleave(atoms.sigma.shape[1] // experts, dim=1)
+        is_own_atom = torch.eye(experts, dtype=torch.bool, device=device)
+        is_own_atom = is_own_atom.repeat_interleave(atoms.sigma.shape[1] // experts, dim=1)
         if self.coordinates == "tagged":
-            return torch.where(own, atoms.sigma[:, None], 0)
-        projected = torch.stack(
-            [project_matrices(atoms, deltas[:, t].double()) for t in range(len(own))], dim=1
-        )
-        return projected if self.coordinates == "full" else torch.where(own, projected, 0)
+            return torch.where(is_own_atom, atoms.sigma[:, None], 0)
+        projected = torch.stack([project_matrices(atoms, deltas[:, t].double()) for t in range(experts)], dim=1)
+        return projected if self.coordinates == "full" else torch.where(is_own_atom, projected, 0)
 
 
 def solve_mean(
@@ -133,11 +129,11 @@ def solve_mean(
     mean = atoms.u.new_zeros(curvature.shape[0], *curvature.shape[2:])
     pull = torch.zeros_like(mean)
     for t in range(shares.shape[1]):  # one expert at a time in float64
-        own = curvature[:, t].to(torch.float64, copy=True).div_(scales[t])
+        fisher = curvature[:, t].to(torch.float64, copy=True).div_(scales[t])
         share = shares[:, t, None, None]
-        mean.addcmul_(own, share)
-        pull.addcmul_(own.add_(floor).mul_(atoms.lift(coordinates[:, t])), share)
-        del own
+        mean.addcmul_(fisher, share)
+        pull.addcmul_(fisher.add_(floor).mul_(atoms.lift(coordinates[:, t])), share)
+        del fisher
     b = project_matrices(atoms, pull)
     del pull
     gram = project_curvature(atoms, mean)

@@ -25,7 +25,7 @@ SCALES = ("none", "trace", "norm")
 def sum_fishers(stream: Stream, normalize: str) -> Tensor:
     """The sum of every expert's Fisher over the whole model (`"norm"`: of its squares), `[T]`, in float64."""
     totals = torch.zeros(len(stream.experts), dtype=torch.float64)
-    for fisher in stream.side_blocks("fisher"):
+    for fisher in stream.read_side_blocks("fisher"):
         values = fisher.double()
         totals += (values.square() if normalize == "norm" else values).sum(dim=1).cpu()
     return totals

@@ -338,7 +338,7 @@ def _open_side(
         opened[kind] = tuple(open_checkpoint(by_name[name], f"{kind} of {name}") for name in experts)
         own = {n: base.specs[n] for n in merged if method.name_side(kind, n) == n}
         if own:
-            _check_alike(own, opened[kind], f"the {kind}", partial(_without, base.specs))
+            _check_alike(own, opened[kind], f"the {kind}", partial(_drop_base, base.specs))
         else:
             check_same_names(base, method, kind, opened[kind])
     return opened
@@ -357,7 +357,7 @@ def explain_missing_side(method: Method, kind: str) -> str:
     )
 
 
-def _without(base: Specs, specs: Specs) -> Specs:
+def _drop_base(base: Specs, specs: Specs) -> Specs:
     return {name: spec for name, spec in specs.items() if name not in base}
 
 

@@ -47,7 +47,7 @@ class DigitCounts:
         for counts, row, prefix in zip(self._counts[:, 0], block, self._prefix.tolist(), strict=True):
             _count_row(counts, row, prefix, self._known, self._width)
 
-    def total(self) -> Tensor:
+    def compute_total(self) -> Tensor:
         """`[T, 2^width]`, int64."""
         return self._counts[:, 0] if self._counts.shape[1] == 1 else self._counts.sum(dim=1)
 

@@ -90,7 +90,7 @@ class LiNeS(SparsifiedMethod):
                 "give first=<1 / number of experts>"
             )
         norms = torch.zeros(2, dtype=torch.float64)
-        for name, deltas, site in stream.blocks():
+        for name, deltas, site in stream.read_blocks():
             merged = inner.merge(name, torch.zeros_like(deltas[0]), deltas, replace(site, survey=survey))
             norms += torch.stack([x.abs().sum(dtype=torch.float64).cpu() for x in (deltas.sum(dim=0), merged)])
         return float(norms[0] / norms[1]) if norms[1] > 0 else 1.0

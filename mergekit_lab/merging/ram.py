@@ -59,7 +59,7 @@ class RAM(ScaledMethod):
             return None
 
         def count(share: Stream) -> Tensor:
-            return sum((self._count(deltas).cpu() for _, deltas, _ in share.blocks()), _NONE)
+            return sum((self._count(deltas).cpu() for _, deltas, _ in share.read_blocks()), _NONE)
 
         return self._strengthen(sum(run_at_once(count, stream.divide()), _NONE))
 

@@ -50,7 +50,7 @@ class Largest:
 
 def read_task_vectors(stream: Stream) -> Iterator[Tensor]:
     """A pass over the blocks `[T, n]` of a survey."""
-    return (deltas for _, deltas, _ in stream.blocks())
+    return (deltas for _, deltas, _ in stream.read_blocks())
 
 
 Pass = Callable[[], Iterator[Tensor]]
@@ -152,7 +152,7 @@ def _count(prefix: Tensor, known: int, width: int, blocks: Pass) -> Tensor:
             digits = [DigitCounts(each, known, width) for each in (prefixes if known else prefixes[:1])]
         for each in digits:
             each.add(block)
-    totals = torch.cat([each.total() for each in digits])
+    totals = torch.cat([each.compute_total() for each in digits])
     return totals if known else totals.repeat(len(prefix) // len(totals), 1)
 
 

@@ -55,8 +55,8 @@ class WrappingMethod(Method):
     def weights_by_tensor(self) -> bool:
         return self.inner.weights_by_tensor
 
-    def at(self, coefficient: float) -> Self:
-        return replace(self, inner=self.inner.at(coefficient))
+    def with_coefficient(self, coefficient: float) -> Self:
+        return replace(self, inner=self.inner.with_coefficient(coefficient))
 
     def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
         return self.inner.weigh_experts(experts, name)

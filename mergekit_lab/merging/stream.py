@@ -138,11 +138,11 @@ def _run_blocks(reader: Reader, names: list[str], survey: Any, out: Mapping[str,
     tensor = None
     if not reader.pools:
 
-        def blocks() -> Iterator[tuple[Tensor, Tensor, Site]]:
+        def read_blocks() -> Iterator[tuple[Tensor, Tensor, Site]]:
             for piece in pieces:
                 yield *read(piece), reader.make_site(piece, survey=survey)
 
-        tensor = method.survey_tensor(names[0], out[names[0]].numel(), blocks)
+        tensor = method.survey_tensor(names[0], out[names[0]].numel(), read_blocks)
     for piece in pieces:
         base, deltas = read(piece)
         members = [segment.name for segment in piece]
@@ -371,11 +371,11 @@ def merge_state_dicts(
         InputError: inputs that disagree (every offender is named), NaN or infinite entries, no experts,
             missing side inputs, unreadable files, a pattern that matches nothing, a device that is not there.
     """
-    for kind, given in (("fisher", fishers), ("gram", grams)):
-        if given is not None and kind in (statistics or {}):
+    for kind, sources in (("fisher", fishers), ("gram", grams)):
+        if sources is not None and kind in (statistics or {}):
             raise InputError(f"give either {kind}s=… or statistics={{{kind!r}: …}}, not both")
-        if given is not None:
-            statistics = {**(statistics or {}), kind: given}
+        if sources is not None:
+            statistics = {**(statistics or {}), kind: sources}
     origin = open_checkpoint(base, "the base")
     pairs = dict(
         merge_tensors(

@@ -42,7 +42,7 @@ class TaskArithmetic(ScaledMethod):
     def scale(self) -> float:
         return 1.0 if isinstance(self.coefficient, Sequence) else self.coefficient
 
-    def at(self, coefficient: float) -> Self:
+    def with_coefficient(self, coefficient: float) -> Self:
         if isinstance(self.coefficient, Sequence):
             raise InputError("a list of coefficients cannot be searched; set weights and one coefficient")
         return replace(self, coefficient=coefficient)

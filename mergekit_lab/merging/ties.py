@@ -1,10 +1,11 @@
 """TIES: trim each task vector, elect a sign per entry, merge the entries that agree.
 
-Yadav et al. 2023, "TIES-Merging", section 3. Public codes disagree on every step, so a preset names whose
-arithmetic runs: `PRESETS` has what they do, row by row. On the same task vectors their results have cosines of
-0.74 to 0.90. Sources: prateeky2806/ties-merging (paper), yule-BUAA/MergeLM, tanganke/fusion_bench (sum),
-apanariello4/core-space-merging (the paper's, tensor by tensor), arcee-ai/mergekit, huggingface/peft. Trimming
-is exact in a few passes over blocks, whole model or tensor.
+Yadav et al. 2023, "TIES-Merging", section 3. Public codes disagree on every step. A preset names whose
+arithmetic runs; `PRESETS` has them row by row. Their results on the same task vectors have cosines of 0.74 to
+0.90. Sources: prateeky2806/ties-merging (paper), yule-BUAA/MergeLM, tanganke/fusion_bench (sum),
+apanariello4/core-space-merging (the paper's, tensor by tensor), arcee-ai/mergekit, huggingface/peft.
+
+Trimming is exact in a few passes over blocks, whole model or tensor.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Preset:
         whole_model: trim over all entries of the model; else tensor by tensor.
         count: how many of `d` entries stay, from the density and `d`.
         weighed_votes: `λ_t` counts in the election too.
-        even: the sign where votes are even; None: that of the sum of all elected signs of the model.
-        no_majority: the sign where that sum is 0 as well; 0 takes no entry.
+        even_sign: the sign where votes are even; None: that of the sum of all elected signs of the model.
+        zero_majority_sign: the sign where that sum is 0 as well; 0 takes no entry.
         aggregator: "mean" or "sum" of the agreeing entries `λ_t δ_t`.
         divisor: of the mean: "count", or "weights": the sum of their `λ_t`.
         coefficient: `α` where none is set.
@@ -42,8 +43,8 @@ class Preset:
     whole_model: bool
     count: Callable[[float, int], int]
     weighed_votes: bool = True
-    even: float | None = 1.0
-    no_majority: float = 0.0
+    even_sign: float | None = 1.0
+    zero_majority_sign: float = 0.0
     aggregator: str = "mean"
     divisor: str = "count"
     coefficient: float = 1.0
@@ -62,17 +63,17 @@ def _count_exactly(density: float, entries: int) -> int:
 
 
 PRESETS = {
-    "paper": Preset(whole_model=True, count=_count_from_below, even=None, no_majority=-1.0),
-    "mergelm": Preset(whole_model=True, count=_count_from_above, even=None),
+    "paper": Preset(whole_model=True, count=_count_from_below, even_sign=None, zero_majority_sign=-1.0),
+    "mergelm": Preset(whole_model=True, count=_count_from_above, even_sign=None),
     "sum": Preset(
         whole_model=True,
         count=_count_from_below,
-        even=None,
-        no_majority=-1.0,
+        even_sign=None,
+        zero_majority_sign=-1.0,
         aggregator="sum",
         coefficient=0.3,
     ),
-    "core_space": Preset(whole_model=False, count=_count_from_below, even=None, no_majority=-1.0),
+    "core_space": Preset(whole_model=False, count=_count_from_below, even_sign=None, zero_majority_sign=-1.0),
     "mergekit": Preset(whole_model=False, count=_count_exactly, divisor="weights"),
     "peft": Preset(whole_model=False, count=_count_exactly, weighed_votes=False),
 }
@@ -84,7 +85,7 @@ def elect(votes: Tensor, election: str) -> Tensor:
 
 
 def disjoint_mean(values: Tensor, agree: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Step 3: of `values` `[T, n]` the mean of those that agree with the elected sign; 0 where none does.
+    """Of `values` `[T, n]` the mean of those that agree with the elected sign; 0 where none does.
 
     Args:
         values: `λ_t δ_t`, trimmed.
@@ -95,23 +96,41 @@ def disjoint_mean(values: Tensor, agree: Tensor, weights: Tensor | None = None) 
     return (values * agree).sum(dim=0).div_(shares.add_(1 - shares.abs().sign_()))
 
 
+def aggregate(values: Tensor, agree: Tensor, aggregator: str, weights: Tensor | None = None) -> Tensor:
+    """Step 3: one entry from those that agree with the elected sign: their sum, mean or largest in magnitude.
+
+    Args:
+        values, agree, weights: see `disjoint_mean`; only the mean reads the weights.
+        aggregator: "sum", "max" or "mean".
+    """
+    if aggregator == "mean":
+        return disjoint_mean(values, agree, weights)
+    values = values * agree
+    if aggregator == "sum":
+        return values.sum(dim=0)
+    most, least = values.amax(dim=0), values.amin(dim=0)
+    return torch.where(most >= -least, most, least)
+
+
 _Blocks = Callable[[], Iterator[tuple[Tensor, Site]]]
 """Starts a pass over task vectors and their sites."""
 
 
 def _read_blocks(stream: Stream) -> Iterator[tuple[Tensor, Site]]:
-    return ((deltas, site) for _, deltas, site in stream.blocks())
+    return ((deltas, site) for _, deltas, site in stream.read_blocks())
 
 
 class _TIESSurvey:
-    """The thresholds of all experts, and the majority sign, which takes a pass of its own when it is needed.
+    """Thresholds of all experts, and the majority sign.
+
+    The sign takes a pass of its own, made once and only if votes are even.
 
     Args:
         largest: the thresholds.
         find: makes that pass.
     """
 
-    def __init__(self, largest: Largest, find: Callable[[Largest], float]) -> None:
+    def __init__(self, largest: Largest, find: Callable[[], float]) -> None:
         self.largest = largest
         self._find = find
         self._majority: float | None = None
@@ -121,7 +140,7 @@ class _TIESSurvey:
     def majority(self) -> float:
         with self._lock:
             if self._majority is None:
-                self._majority = self._find(self.largest)
+                self._majority = self._find()
             return self._majority
 
 
@@ -186,7 +205,7 @@ class TIES(ScaledMethod):
             with_ties=True,
         )
 
-        def find_majority(largest: Largest) -> float:
+        def find_majority() -> float:
             return self._find_majority(largest, [partial(_read_blocks, share) for share in stream.divide()])
 
         return _TIESSurvey(largest, find_majority)
@@ -207,12 +226,12 @@ class TIES(ScaledMethod):
     def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> Any:
         if self.rule.whole_model:
             return None
-        kept, by_majority = self.count_kept(entries), self.rule.even is None
+        kept, by_majority = self.count_kept(entries), self.rule.even_sign is None
         largest = select_largest([lambda: (d for _, d, _ in blocks())], kept, entries, with_ties=by_majority)
         if not by_majority:
-            return _TIESSurvey(largest, lambda _: 0.0)
+            return _TIESSurvey(largest, lambda: 0.0)
         majority = self._find_majority(largest, [lambda: ((d, site) for _, d, site in blocks())])
-        return _TIESSurvey(largest, lambda _: majority)
+        return _TIESSurvey(largest, lambda: majority)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         survey: _TIESSurvey = site.survey if self.rule.whole_model else site.tensor
@@ -221,22 +240,16 @@ class TIES(ScaledMethod):
         votes = values if self.rule.weighed_votes else trimmed
         signs = self._break_ties(elect(votes, self.election), votes, survey)
         agree = (votes * signs).relu_().sign_()
-        aggregator = self.aggregator or self.rule.aggregator
-        if aggregator == "sum":
-            return (values * agree).sum(dim=0)
-        if aggregator == "max":
-            values = values * agree
-            most, least = values.amax(dim=0), values.amin(dim=0)
-            return torch.where(most >= -least, most, least)
-        return disjoint_mean(values, agree, site.weights if self.rule.divisor == "weights" else None)
+        divisor = site.weights if self.rule.divisor == "weights" else None
+        return aggregate(values, agree, self.aggregator or self.rule.aggregator, divisor)
 
     def _break_ties(self, signs: Tensor, votes: Tensor, survey: _TIESSurvey) -> Tensor:
         """Give signs to entries whose votes are even, where an expert has one to be taken."""
-        even = 1 - signs.abs()
-        if self.rule.even is not None:
-            return signs.add_(even, alpha=self.rule.even)
+        is_even = 1 - signs.abs()
+        if self.rule.even_sign is not None:
+            return signs.add_(is_even, alpha=self.rule.even_sign)
         # a norm over dim 0 takes a CPU a hundred times as long as these two
         most = torch.maximum(votes.amax(dim=0), -votes.amin(dim=0))
-        if bool((most * even).any()):
-            signs.add_(even, alpha=survey.majority or self.rule.no_majority)
+        if bool((most * is_even).any()):
+            signs.add_(is_even, alpha=survey.majority or self.rule.zero_majority_sign)
         return signs

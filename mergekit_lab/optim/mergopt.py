@@ -1,9 +1,9 @@
 """MergOPT: step with the gradient taken where a merge with unknown experts might put the weights.
 
-MergOPT: A Merge-Aware Optimizer for Robust Model Merging, section 3.2.3 and algorithm 1 (no public code):
-each step draws a coefficient α from a set, a number of experts K from 1…K_max and a task vector z, entry by
-entry, from a Laplace distribution, and takes the gradient at θ + (Kα − 1) z, where merging K experts that
-all moved by z would end.
+MergOPT: A Merge-Aware Optimizer for Robust Model Merging, section 3.2.3 and algorithm 1 (no public code).
+Each step draws three things: a coefficient α from a set, a number of experts K from 1…K_max, and a task vector
+z, entry by entry, from a Laplace distribution. It takes the gradient at θ + (Kα − 1) z. There a merge of K
+experts would end if all had moved by z.
 
 Where we differ: θ is restored from a copy. Draws are a function of (seed, step), so a resumed run needs only
 the step count. The offset is added in float32 for weights of any precision. `gaussian` and `worst_of` are ours.
@@ -28,14 +28,14 @@ from mergekit_lab.ranges import require, require_choice, require_number, require
 
 
 def merge_factor(
-    seed: int, step: int, coefficients: Sequence[float], max_experts: int, which: str = ""
+    seed: int, step: int, coefficients: Sequence[float], max_experts: int, draw_name: str = ""
 ) -> float:
     """Kα − 1 of a step: α uniform over `coefficients`, K uniform over 1…`max_experts`.
 
-    `which` numbers the draws of one step.
+    `draw_name` tells the draws of one step apart.
     """
-    alpha = coefficients[hash_bits(seed, step, f"coefficient{which}") % len(coefficients)]
-    experts = 1 + hash_bits(seed, step, f"experts{which}") % max_experts
+    alpha = coefficients[hash_bits(seed, step, f"coefficient{draw_name}") % len(coefficients)]
+    experts = 1 + hash_bits(seed, step, f"experts{draw_name}") % max_experts
     return experts * alpha - 1
 
 
@@ -97,8 +97,8 @@ class MergOPT(OffsetOptimizer):
         per_rank: bool = False,
         task_vectors: Iterable[Any] | Mapping[str, Any] | None = None,
     ) -> None:
-        right = isinstance(coefficients, Sequence) and not isinstance(coefficients, str)
-        require(right, "coefficients", coefficients, "a list of numbers")
+        is_list = isinstance(coefficients, Sequence) and not isinstance(coefficients, str)
+        require(is_list, "coefficients", coefficients, "a list of numbers")
         self.coefficients = list(coefficients)
         self.max_experts = max_experts
         self.distribution = distribution
@@ -134,37 +134,39 @@ class MergOPT(OffsetOptimizer):
 
     @property
     def evaluations_per_step(self) -> int:  # type: ignore[override]
-        return self.worst_of + 1 if self.worst_of > 1 and self._offsets else 1
+        return self.worst_of + 1 if self.worst_of > 1 and self._has_offset else 1
 
     @property
-    def _offsets(self) -> bool:
+    def _has_offset(self) -> bool:
+        """Whether z can be other than 0."""
         return self.loc != 0 or self.scale != 0
 
     def draw(self, candidate: int) -> tuple[int, float]:
+        """The seed and the factor Kα − 1 of one candidate offset."""
         rank = torch.distributed.get_rank() if self.per_rank and is_distributed() else 0
-        which = (f"/{candidate}" if candidate else "") + (f"/rank {rank}" if rank else "")
-        factor = merge_factor(self.seed, self.steps_done, self.coefficients, self.max_experts, which)
-        return hash_bits(self.seed, self.steps_done, f"offset{which}"), factor
+        draw_name = (f"/{candidate}" if candidate else "") + (f"/rank {rank}" if rank else "")
+        factor = merge_factor(self.seed, self.steps_done, self.coefficients, self.max_experts, draw_name)
+        return hash_bits(self.seed, self.steps_done, f"offset{draw_name}"), factor
 
     def save_and_move(self, params: list[Tensor], candidate: int) -> list[Tensor] | None:
-        move = Move.find(params) if self._offsets else None
+        move = Move.find(params) if self._has_offset else None
         if move is None:
             return super().save_and_move(params, candidate)
         if self.replay is not None:
-            seed, factor = self.replay.seed, self.replay.factor
+            seed_tensor, factor_tensor = self.replay.seed, self.replay.factor
         else:
-            bits, size = self.draw(candidate)
-            if size == 0:
+            seed, factor = self.draw(candidate)
+            if factor == 0:
                 self.theta.save(params)
                 return None
-            seed = torch.full((), to_signed(bits), dtype=torch.int64, device=params[0].device)
-            factor = torch.full((), size, device=params[0].device)
+            seed_tensor = torch.full((), to_signed(seed), dtype=torch.int64, device=params[0].device)
+            factor_tensor = torch.full((), factor, device=params[0].device)
         copies = self.theta.save(params, copy=False)
-        move(params, copies, seed, factor, **self._noise)
+        move(params, copies, seed_tensor, factor_tensor, **self._noise)
         return copies
 
     def add_offset(self, params: list[Tensor], candidate: int) -> bool:
-        if not self._offsets:
+        if not self._has_offset:
             return False
         if self.replay is not None:
             draws = draw_noise(params, self.replay.generator, factor=self.replay.factor, **self._noise)
@@ -194,7 +196,7 @@ class MergOPT(OffsetOptimizer):
         return losses[0]
 
     def _choose_worst(self, losses: list[Any]) -> int:
-        """Which loss is the largest, or the smallest for a base that maximizes; one that is not a number is."""
+        """The index of the largest loss, or of the smallest if the base maximizes. NaN counts as the worst."""
         for loss in losses:
             if not isinstance(loss, int | float | Tensor):
                 raise InputError(

@@ -27,7 +27,8 @@ def compute_sam_perturbation(grads: Sequence[Tensor], rho: Setting) -> list[Tens
             radius descends.
 
     Returns:
-        One tensor per gradient, same shapes; ‖e‖ = |ρ|.
+        One tensor per gradient, same shapes. With a single ρ, ‖e‖ = |ρ|, up to the 1e-12. Zero gradients
+            give 0.
     """
     norm = compute_global_norm(grads) + 1e-12
     return scale(grads, combine(lambda each: each / norm, rho))

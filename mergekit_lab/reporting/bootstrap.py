@@ -125,8 +125,10 @@ def _write_notes(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row.close:
             close[row.group].append(row.name)
-    said = "not distinguishable from the best average (95 %, bootstrap over test samples and seeds)"
+    verdict = "not distinguishable from the best average (95 %, bootstrap over test samples and seeds)"
     return [
-        f"{' / '.join(group)}: {said}: {', '.join(labels)}." if group else f"N{said[1:]}: {', '.join(labels)}."
+        f"{' / '.join(group)}: {verdict}: {', '.join(labels)}."
+        if group
+        else f"N{verdict[1:]}: {', '.join(labels)}."
         for group, labels in close.items()
     ]

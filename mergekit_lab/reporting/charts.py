@@ -371,7 +371,7 @@ def chart_plane(
         }
         for field, name, domain in zip("ab", names, domains, strict=True)
     )  # fmt: skip
-    said = [
+    tooltip = [
         _encode_number("a", names[0] or "α1"),
         _encode_number("b", names[1] or "α2"),
         _encode_number("v", title),
@@ -386,7 +386,7 @@ def chart_plane(
         {
             "mark": {"type": "rect", "invalid": "show"},
             "transform": ends,
-            "encoding": {**cell, "color": color, "tooltip": said},
+            "encoding": {**cell, "color": color, "tooltip": tooltip},
         }
     ]
     if box is not None:

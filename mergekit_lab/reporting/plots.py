@@ -34,8 +34,8 @@ def explain_error_bars(table: Table) -> str:
     merged = [row for row in table.rows if row.kind == "merged"]
     interval = any(row.interval for row in merged)
     deviation = any(cell.sd is not None for row in merged for cell in row.cells[-2:])
-    said = ["95 % of the average"] * interval + ["standard deviation over seeds"] * deviation
-    return ", ".join(said)
+    parts = ["95 % of the average"] * interval + ["standard deviation over seeds"] * deviation
+    return ", ".join(parts)
 
 
 def draw_heat_maps(table: Table, folder: Path) -> list[Path]:

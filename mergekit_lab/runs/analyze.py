@@ -17,9 +17,9 @@ from mergekit_lab.reporting import write_report
 from mergekit_lab.reporting.figures import draw_analysis
 from mergekit_lab.reporting.summary import say_count
 from mergekit_lab.runs.analyses import Analysis
-from mergekit_lab.runs.finetune import expert_node
+from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.nodes import Node, declare
-from mergekit_lab.runs.own_code import code_content
+from mergekit_lab.runs.own_code import describe_code
 from mergekit_lab.runs.run import Run, say_seconds
 from mergekit_lab.schema.check import build, list_stages
 from mergekit_lab.store.store import Workspace
@@ -30,14 +30,14 @@ DATA = "data.json"
 
 
 @declare
-def analysis_node(run: Run) -> Node:
+def declare_analysis(run: Run) -> Node:
     """The numbers of the analysis that the configuration names."""
     built = build(run.cfg.analysis, Analysis)
     return Node(
         "analyses", f"the analysis {_name(run, built)}", "analyze", None,
-        decide=lambda: built.content(run) | code_content(run.plain["analysis"]),
+        decide=lambda: built.describe_content(run) | describe_code(run.plain["analysis"]),
         make=lambda workspace: _compute(run, built, workspace),
-        needs=tuple(expert_node(run, task) for task in run.experts),
+        needs=tuple(declare_expert(run, task) for task in run.experts),
     )  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def stage_analyze(run: Run) -> None:
     """Run the analysis of the configuration, or find its numbers, and draw them."""
     built = build(run.cfg.analysis, Analysis)
     name = _name(run, built)
-    artifact = run.obtain(analysis_node(run))
+    artifact = run.obtain(declare_analysis(run))
     text = artifact.find_file(DATA).read_text()
     folder = run.folder / "analysis"
     folder.mkdir(parents=True, exist_ok=True)

@@ -8,27 +8,27 @@ from typing import Any
 
 from mergekit_lab.merging import Method, merge_state_dicts
 from mergekit_lab.merging.inputs import Source
-from mergekit_lab.runs.curvature import list_kinds, make_own_sides, own_content, side_node
-from mergekit_lab.runs.finetune import expert_node
+from mergekit_lab.runs.curvature import declare_side_input, describe_own_inputs, list_kinds, make_own_sides
+from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.mergers import Merger
 from mergekit_lab.runs.nodes import Node
-from mergekit_lab.runs.own_code import code_content
+from mergekit_lab.runs.own_code import describe_code
 from mergekit_lab.runs.run import MODEL, Run
 
 
-def merge_inputs(run: Run, merger: Merger) -> tuple[Node, ...]:
+def list_merge_inputs(run: Run, merger: Merger) -> tuple[Node, ...]:
     """What a merger reads: all experts, and their side inputs."""
-    sides = [side_node(run, kind, task) for kind in list_kinds(merger.method) for task in run.experts]
-    return (*(expert_node(run, task) for task in run.experts), *sides)
+    sides = [declare_side_input(run, kind, task) for kind in list_kinds(merger.method) for task in run.experts]
+    return (*(declare_expert(run, task) for task in run.experts), *sides)
 
 
-def merge_content(run: Run, merger: Merger, method: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def describe_merge(run: Run, merger: Merger, method: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What decides a merge of the run's experts.
 
     Args:
         method: the method's configuration, where it is not the merger's own.
     """
-    experts = {task: expert_node(run, task).key for task in run.experts}
+    experts = {task: declare_expert(run, task).key for task in run.experts}
     content = {
         "base": run.base_content,
         "finetuning": run.plain["finetuning"],
@@ -37,8 +37,8 @@ def merge_content(run: Run, merger: Merger, method: Mapping[str, Any] | None = N
         "method": merger.content if method is None else method,
     }
     for kind in list_kinds(merger.method):
-        content[f"{kind}s"] = {task: side_node(run, kind, task).key for task in run.experts}
-    return content | own_content(run, merger.method) | code_content(content["method"])
+        content[f"{kind}s"] = {task: declare_side_input(run, kind, task).key for task in run.experts}
+    return content | describe_own_inputs(run, merger.method) | describe_code(content["method"])
 
 
 def merge_experts(
@@ -49,9 +49,12 @@ def merge_experts(
 ) -> dict[str, Any]:
     """The state dict that a method makes of the run's experts, or of those of some tasks."""
     names = list(run.experts if tasks is None else tasks)
-    experts: dict[str, Path] = {task: run.need(expert_node(run, task)).find_file(MODEL) for task in names}
+    experts: dict[str, Path] = {task: run.need(declare_expert(run, task)).find_file(MODEL) for task in names}
     statistics: dict[str, Mapping[str, Source]] = {
-        kind: {task: run.need(side_node(run, kind, task)).find_file(f"{kind}.safetensors") for task in names}
+        kind: {
+            task: run.need(declare_side_input(run, kind, task)).find_file(f"{kind}.safetensors")
+            for task in names
+        }
         for kind in list_kinds(method)
     }
     statistics |= make_own_sides(run, method, experts)

@@ -18,7 +18,7 @@ from mergekit_lab.checkpoints import open_checkpoint, write_tensors
 from mergekit_lab.curvature import chained_grams, diagonal_fisher, first_moment, input_grams
 from mergekit_lab.memory import fit_memory
 from mergekit_lab.merging import Localization, LocalizeStitch, Method, RegMeanPlusPlus, learn_masks
-from mergekit_lab.runs.finetune import expert_node
+from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.mergers import CHAINED, MASK
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import Run, load_state, say_seconds
@@ -28,20 +28,20 @@ log = logging.getLogger(__name__)
 
 
 @declare
-def side_node(run: Run, kind: str, task: str) -> Node:
+def declare_side_input(run: Run, kind: str, task: str) -> Node:
     """An expert's Fisher ("fisher") or Grams ("gram"), in the file `<kind>.safetensors`."""
-    source = expert_node(run, task)
+    source = declare_expert(run, task)
     return Node(
         f"{kind}s", f"the {kind} of {task}", "curvature", task,
         decide=lambda: {
-            "expert": source.key, "curvature": _curvature_content(run, kind), "seed": run.seed
+            "expert": source.key, "curvature": _describe_curvature(run, kind), "seed": run.seed
         },
         make=lambda workspace: _make_side(run, kind, task, workspace),
         needs=(source,),
     )  # fmt: skip
 
 
-def _curvature_content(run: Run, kind: str) -> dict[str, Any]:
+def _describe_curvature(run: Run, kind: str) -> dict[str, Any]:
     read = ("samples", "fraction", "batch", *(["sampled"] if kind == "fisher" else []))
     settings = run.plain["curvature"]
     content = {name: settings[name] for name in read if settings[name] is not None}
@@ -59,16 +59,16 @@ def list_kinds(method: Method) -> list[str]:
     return [kind for kind in method.side_inputs if kind not in (CHAINED, MASK)]
 
 
-def curvature_nodes(run: Run) -> list[Node]:
+def list_curvature_nodes(run: Run) -> list[Node]:
     """What the stage makes: what the run's mergers read, and what `curvature.kind` asks for."""
     kinds = [kind for merger in run.mergers.values() for kind in list_kinds(merger.method)]
     kinds += filter(None, [run.cfg.curvature.kind])
-    return [side_node(run, kind, task) for kind in dict.fromkeys(kinds) for task in run.experts]
+    return [declare_side_input(run, kind, task) for kind in dict.fromkeys(kinds) for task in run.experts]
 
 
 def stage_curvature(run: Run) -> None:
     """Make what side inputs the run's mergers read, of every expert."""
-    nodes = curvature_nodes(run)
+    nodes = list_curvature_nodes(run)
     if not nodes:
         log.info("curvature: no merger of this run needs any")
     for node, artifact, is_news in run.make(stage_curvature, nodes):
@@ -80,7 +80,7 @@ def stage_curvature(run: Run) -> None:
 
 
 def _make_side(run: Run, kind: str, task: str, workspace: Workspace) -> Mapping[str, Any]:
-    run.model.load_state_dict(load_state(run.need(expert_node(run, task))))
+    run.model.load_state_dict(load_state(run.need(declare_expert(run, task))))
     whole = run.make_objective(task).with_head(run.model)
     inside = find_prefix(whole, run.model)
     count = _count_samples(run, task)
@@ -124,11 +124,11 @@ def _compute(run: Run, kind: str, task: str, whole: nn.Module, count: int) -> di
     return values
 
 
-def own_content(run: Run, method: Method) -> dict[str, Any]:
+def describe_own_inputs(run: Run, method: Method) -> dict[str, Any]:
     """What decides the side inputs that are made during a merge, besides experts and method."""
     kinds = {CHAINED: "gram", MASK: "mask"}
     return {
-        kind: {"curvature": _curvature_content(run, kinds[kind]), "seed": run.seed}
+        kind: {"curvature": _describe_curvature(run, kinds[kind]), "seed": run.seed}
         for kind in method.side_inputs
         if kind in kinds
     }
@@ -150,7 +150,7 @@ def _train_mask(run: Run, how: Localization, task: str, expert: Path) -> dict[st
     inside, count = find_prefix(whole, run.model), _count_samples(run, task)
     names = {parameter: name for name, parameter in run.model.state_dict(keep_vars=True).items()}
 
-    def gradient(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def compute_gradient(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         run.model.load_state_dict(state)
         total: dict[str, Tensor] = {}
         for batch in list_batches(run, MASK, task, count, run.training.batch_size):
@@ -161,7 +161,7 @@ def _train_mask(run: Run, how: Localization, task: str, expert: Path) -> dict[st
                     total[name] = total[name] + moment if name in total else moment
         return total
 
-    return learn_masks(run.base_state, expert, gradient, how, run.device)
+    return learn_masks(run.base_state, expert, compute_gradient, how, run.device)
 
 
 def _chain_grams(
@@ -172,11 +172,11 @@ def _chain_grams(
     wholes = {task: run.make_objective(task).with_head(run.model) for task in experts}
 
     def compute(chunk: int) -> dict[str, dict[str, Tensor]]:
-        def batches(task: str) -> Iterator[Batch]:
+        def make_batches(task: str) -> Iterator[Batch]:
             return list_batches(run, "gram", task, _count_samples(run, task), chunk)
 
         run.model.load_state_dict(run.base_state)
-        return chained_grams(run.model, opened, batches, method, wholes)
+        return chained_grams(run.model, opened, make_batches, method, wholes)
 
     grams, _ = fit_memory(
         compute, run.curvature.chunk, what="the Grams of RegMean++", setting="curvature.chunk",

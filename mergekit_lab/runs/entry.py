@@ -181,7 +181,7 @@ def _track(run: Run, job: str) -> Iterator[None]:
 def _print_plan(run: Run) -> None:
     from mergekit_lab.runs.plan import Plan
 
-    log.info("%s", Plan.unite([run]).text())
+    log.info("%s", Plan.unite([run]).format_text())
 
 
 def _run_store(wanted: list[str], cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None:

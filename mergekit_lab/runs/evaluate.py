@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mergekit_lab.evaluation import load_harness_task
-from mergekit_lab.runs.finetune import joint_node
-from mergekit_lab.runs.merge import merged_model
-from mergekit_lab.runs.models import Model, evaluation_node, expert_model
+from mergekit_lab.runs.finetune import declare_joint
+from mergekit_lab.runs.merge import make_merged_model
+from mergekit_lab.runs.models import Model, declare_evaluation, make_expert_model
 from mergekit_lab.runs.nodes import Node
 from mergekit_lab.runs.run import Run
 from mergekit_lab.tasks import HarnessTask
@@ -23,15 +23,15 @@ def list_models(run: Run) -> Iterator[Model]:
             yield Model("checkpoint", tuple(run.tasks), name=name, backbone=run.open_backbone(source))
         return
     yield Model("zero_shot", tuple(run.tasks))
-    yield from (expert_model(run, name) for name in run.experts)
-    yield from (merged_model(run, label) for label in run.mergers)
+    yield from (make_expert_model(run, name) for name in run.experts)
+    yield from (make_merged_model(run, label) for label in run.mergers)
     if run.cfg.joint:
-        yield Model("joint", tuple(run.tasks), joint_node(run))
+        yield Model("joint", tuple(run.tasks), declare_joint(run))
 
 
-def evaluation_nodes(run: Run) -> list[Node]:
+def list_evaluation_nodes(run: Run) -> list[Node]:
     """What the stage makes, in order."""
-    return [evaluation_node(run, model, task, "test") for model in list_models(run) for task in model.tasks]
+    return [declare_evaluation(run, model, task, "test") for model in list_models(run) for task in model.tasks]
 
 
 def load_harness_tasks(run: Run) -> None:
@@ -42,7 +42,7 @@ def load_harness_tasks(run: Run) -> None:
     """
     for name, task in run.tasks.items():
         if isinstance(task, HarnessTask) and run.is_mine(name):
-            if all(run.find(node) for node in evaluation_nodes(run) if node.unit == name):
+            if all(run.find(node) for node in list_evaluation_nodes(run) if node.unit == name):
                 continue
             load_harness_task(task)
 
@@ -52,5 +52,5 @@ def stage_evaluate(run: Run) -> None:
     for model in list_models(run):
         if model.node:
             run.need(model.node)
-    for _ in run.make(stage_evaluate, evaluation_nodes(run), "evaluating"):
+    for _ in run.make(stage_evaluate, list_evaluation_nodes(run), "evaluating"):
         pass

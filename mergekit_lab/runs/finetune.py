@@ -17,7 +17,7 @@ from mergekit_lab.checkpoints import Checkpoint, open_checkpoint
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim import fit_offset
 from mergekit_lab.runs.nodes import Node, declare
-from mergekit_lab.runs.own_code import code_content
+from mergekit_lab.runs.own_code import describe_code
 from mergekit_lab.runs.published_experts import find_expert, import_expert, read_import_content
 from mergekit_lab.runs.run import MODEL, Run, say_seconds
 from mergekit_lab.runs.train import Training
@@ -33,31 +33,31 @@ _OF_PROCESSES = {"per_rank": True, "sync_ascent": False}
 
 
 @declare
-def expert_node(run: Run, task: str) -> Node:
+def declare_expert(run: Run, task: str) -> Node:
     """The expert of a task: trained, or imported if the run names `experts`."""
     label = f"the expert of {task}"
     if run.plain["experts"]:
-        return _imported_expert(run, task, label)
+        return _declare_imported(run, task, label)
     settings, optimizer = plan_settings(run, task), find_optimizer(run, task)
     return Node(
         "experts", label, "finetune", task,
-        decide=lambda: _training_content(
-            run, settings, run.plain["optimizer_of"].get(task) or _optimizer_content(run)
-        ) | _task_content(run, task),
+        decide=lambda: _describe_training(
+            run, settings, run.plain["optimizer_of"].get(task) or _describe_optimizer(run)
+        ) | _describe_task(run, task),
         make=lambda workspace: Training(
             run, _number_title(run, "expert", task), [task], optimizer, settings, _read_fit(run)
         ).make(workspace),
-        needs=(fit_node(run),) if wants_fit(run.cfg.optimizer) else (),
+        needs=(declare_fit(run),) if wants_fit(run.cfg.optimizer) else (),
     )  # fmt: skip
 
 
-def _imported_expert(run: Run, task: str, label: str) -> Node:
+def _declare_imported(run: Run, task: str, label: str) -> Node:
     sources, learned = run.plain["experts"], task in run.learned
     source = find_expert(sources, run.backbone, run.tasks[task]) if learned else sources[task]
     return Node(
         "experts", label, "finetune", task,
         decide=lambda: read_import_content(source, run.base_content, task if learned else "")
-        | {"finetuning": run.plain["finetuning"]} | (_task_content(run, task) if learned else {}),
+        | {"finetuning": run.plain["finetuning"]} | (_describe_task(run, task) if learned else {}),
         make=lambda workspace: import_expert(source, run.backbone, run.base_state, task, workspace.out),
     )  # fmt: skip
 
@@ -67,13 +67,13 @@ def _number_title(run: Run, what: str, task: str) -> str:
 
 
 @declare
-def pilot_node(run: Run, task: str) -> Node:
+def declare_pilot(run: Run, task: str) -> Node:
     """The expert of the base optimizer. Offsets are fitted to those of all tasks."""
     settings, optimizer = plan_settings(run, task, run.cfg.optimizer.base), run.cfg.optimizer.base
     return Node(
         "experts", f"the pilot of {task}", "finetune", task,
-        decide=lambda: _training_content(run, settings, run.plain["optimizer"]["base"])
-        | _task_content(run, task),
+        decide=lambda: _describe_training(run, settings, run.plain["optimizer"]["base"])
+        | _describe_task(run, task),
         make=lambda workspace: Training(
             run, _number_title(run, "pilot", task), [task], optimizer, settings
         ).make(workspace),
@@ -81,14 +81,14 @@ def pilot_node(run: Run, task: str) -> Node:
 
 
 @declare
-def fit_node(run: Run) -> Node:
+def declare_fit(run: Run) -> Node:
     """The distribution of the pilots' task vectors, which offsets are drawn from."""
-    pilots = tuple(pilot_node(run, task) for task in run.experts)
+    pilots = tuple(declare_pilot(run, task) for task in run.experts)
     return Node(
         "fits", "the fit of the offsets", "finetune", None,
         decide=lambda: {
             "distribution": run.plain["optimizer"]["distribution"],
-            "pilots": _optimizer_content(run)["pilots"],
+            "pilots": _describe_optimizer(run)["pilots"],
         },
         make=lambda workspace: _make_fit(run, pilots),
         needs=pilots,
@@ -96,25 +96,28 @@ def fit_node(run: Run) -> Node:
 
 
 @declare
-def joint_node(run: Run) -> Node:
+def declare_joint(run: Run) -> Node:
     """One model of all tasks, with the budget of all experts together."""
     settings = plan_joint_settings(run)
     title = f"joint model of {len(run.experts)} tasks"
     tasks = run.experts
     return Node(
         "joint", "the joint model", "finetune", "+joint",
-        decide=lambda: _training_content(run, settings, _optimizer_content(run))
-        | {"tasks": tasks, "data": run.data_content(tasks)} | _learning_content(run, tasks),
+        decide=lambda: _describe_training(run, settings, _describe_optimizer(run))
+        | {"tasks": tasks, "data": run.describe_data(tasks)} | _describe_learning(run, tasks),
         make=lambda workspace: Training(
             run, title, tasks, run.cfg.optimizer, settings, _read_fit(run)
         ).make(workspace),
-        needs=(fit_node(run),) if wants_fit(run.cfg.optimizer) else (),
+        needs=(declare_fit(run),) if wants_fit(run.cfg.optimizer) else (),
     )  # fmt: skip
 
 
 def finetune_nodes(run: Run) -> list[Node]:
     """What the stage is for; `walk` lists what it makes on the way."""
-    return [*(expert_node(run, task) for task in run.experts), *([joint_node(run)] if run.cfg.joint else [])]
+    return [
+        *(declare_expert(run, task) for task in run.experts),
+        *([declare_joint(run)] if run.cfg.joint else []),
+    ]
 
 
 def find_optimizer(run: Run, task: str) -> DictConfig:
@@ -135,7 +138,7 @@ def plan_joint_settings(run: Run) -> TrainingSettings:
     return TrainingSettings.combine([plan_settings(run, task, run.cfg.optimizer) for task in run.experts])
 
 
-def _training_content(run: Run, settings: TrainingSettings, optimizer: Mapping[str, Any]) -> dict[str, Any]:
+def _describe_training(run: Run, settings: TrainingSettings, optimizer: Mapping[str, Any]) -> dict[str, Any]:
     content = {
         "backbone": run.base_content,
         "finetuning": run.plain["finetuning"],
@@ -147,22 +150,22 @@ def _training_content(run: Run, settings: TrainingSettings, optimizer: Mapping[s
         content["processes"] = run.processes
     if settings.seconds is not None:
         content["machine"] = describe_machine(run.plain["trainer"]["accelerator"])
-    return content | code_content(optimizer, run.plain["finetuning"])
+    return content | describe_code(optimizer, run.plain["finetuning"])
 
 
-def _optimizer_content(run: Run) -> dict[str, Any]:
+def _describe_optimizer(run: Run) -> dict[str, Any]:
     """The optimizer's configuration, with what its offsets are fitted to, if they are."""
     optimizer: dict[str, Any] = run.plain["optimizer"]
     if not wants_fit(run.cfg.optimizer):
         return optimizer
-    return optimizer | {"pilots": {task: pilot_node(run, task).key for task in run.experts}}
+    return optimizer | {"pilots": {task: declare_pilot(run, task).key for task in run.experts}}
 
 
-def _task_content(run: Run, task: str) -> dict[str, Any]:
-    return {"task": task, "data": run.tasks[task].fingerprint()} | _learning_content(run, [task])
+def _describe_task(run: Run, task: str) -> dict[str, Any]:
+    return {"task": task, "data": run.tasks[task].fingerprint()} | _describe_learning(run, [task])
 
 
-def _learning_content(run: Run, tasks: Sequence[str]) -> dict[str, Any]:
+def _describe_learning(run: Run, tasks: Sequence[str]) -> dict[str, Any]:
     """How the backbone learns these tasks, where there is more than one way.
 
     Scoring is part of it only where validation chooses the weights that are kept.
@@ -171,7 +174,7 @@ def _learning_content(run: Run, tasks: Sequence[str]) -> dict[str, Any]:
     for task in tasks:
         how = run.backbone.describe_learning(run.tasks[task])
         if run.training.keep == "best":
-            how = how | run.scoring_content(task)
+            how = how | run.describe_scoring(task)
         if how:
             content[task] = how
     return {"learning": content} if content else {}
@@ -189,7 +192,7 @@ def stage_finetune(run: Run) -> None:
     nodes = finetune_nodes(run)
     _decode(run, nodes)
     if wants_fit(run.cfg.optimizer):
-        _log_fit(run.obtain(fit_node(run)).info)
+        _log_fit(run.obtain(declare_fit(run)).info)
     _train(run, stage_finetune, nodes)
 
 
@@ -211,14 +214,14 @@ def _import_experts(run: Run) -> None:
     if run.cfg.joint:
         raise InputError("with experts= nothing is trained, the joint model included: set joint=false")
     for task in filter(run.is_mine, run.experts):
-        artifact = run.obtain(expert_node(run, task))
+        artifact = run.obtain(declare_expert(run, task))
         source = "found in the store" if artifact.reused else f"from {artifact.info['source']}"
         log.info("expert %s: %s", task, source)
 
 
 def train_pilots(run: Run) -> None:
     """Train the experts of the base optimizer, to which offsets are fitted."""
-    _train(run, train_pilots, fit_node(run).needs)
+    _train(run, train_pilots, declare_fit(run).needs)
 
 
 def _train(run: Run, stage: Callable[[Run], None], nodes: Sequence[Node]) -> None:
@@ -230,7 +233,7 @@ def _train(run: Run, stage: Callable[[Run], None], nodes: Sequence[Node]) -> Non
 
 
 def _read_fit(run: Run) -> Mapping[str, float] | None:
-    return run.need(fit_node(run)).info if wants_fit(run.cfg.optimizer) else None
+    return run.need(declare_fit(run)).info if wants_fit(run.cfg.optimizer) else None
 
 
 def _make_fit(run: Run, pilots: Sequence[Node]) -> Mapping[str, Any]:

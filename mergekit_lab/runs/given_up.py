@@ -31,7 +31,7 @@ def give_up(name: str, reason: str, folder: Path | None = None) -> None:
         reason: what jobs that need it are to say.
         folder: of the sweep; None for that of this process, and nothing happens outside of a sweep.
     """
-    folder = folder or _own_folder()
+    folder = folder or _find_own_folder()
     if folder is None or (folder / name).exists():
         return
     with suppress(OSError):  # the disk may be what failed
@@ -41,13 +41,13 @@ def give_up(name: str, reason: str, folder: Path | None = None) -> None:
 
 def read_reason(name: str) -> str | None:
     """What `give_up` left in the sweep that this process works for."""
-    folder = _own_folder()
+    folder = _find_own_folder()
     try:
         return (folder / name).read_text() if folder else None
     except OSError:
         return None
 
 
-def _own_folder() -> Path | None:
+def _find_own_folder() -> Path | None:
     path = os.environ.get(VARIABLE)
     return Path(path) if path else None

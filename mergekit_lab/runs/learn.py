@@ -18,9 +18,9 @@ from mergekit_lab.backbones import ImageObjective
 from mergekit_lab.batches import Batch, to_device
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging import AdaMerging, Learning, learn_coefficients
-from mergekit_lab.runs.combine import merge_content, merge_inputs
+from mergekit_lab.runs.combine import describe_merge, list_merge_inputs
 from mergekit_lab.runs.curvature import find_prefix
-from mergekit_lab.runs.finetune import expert_node
+from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.mergers import Merger
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import MODEL, Run
@@ -43,15 +43,15 @@ def reads_test_inputs(merger: Merger) -> bool:
 
 
 @declare
-def coefficients_node(run: Run, label: str) -> Node:
+def declare_coefficients(run: Run, label: str) -> Node:
     """The coefficients, in `coefficients.json`; the course of the entropy in `info["entropies"]`."""
     merger = run.mergers[label]
     return Node(
         "coefficients", f"the coefficients of {label}", "merge", label,
-        decide=lambda: merge_content(run, merger)
-        | {"data": run.data_content(list(run.tasks)), "seed": run.seed},
+        decide=lambda: describe_merge(run, merger)
+        | {"data": run.describe_data(list(run.tasks)), "seed": run.seed},
         make=lambda workspace: _learn(run, merger, workspace),
-        needs=merge_inputs(run, merger),
+        needs=list_merge_inputs(run, merger),
     )  # fmt: skip
 
 
@@ -67,11 +67,11 @@ def _learn(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
     assert isinstance(merger.method, AdaMerging)
     assert merger.method.learn is not None
     how = merger.method.learn
-    experts = {task: run.need(expert_node(run, task)).find_file(MODEL) for task in run.tasks}
+    experts = {task: run.need(declare_expert(run, task)).find_file(MODEL) for task in run.tasks}
     wholes = {task: run.make_objective(task).with_head(run.model) for task in run.tasks}
     inside = {task: find_prefix(whole, run.model) for task, whole in wholes.items()}
 
-    def logits(state: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Sequence[Tensor]:
+    def compute_logits(state: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Sequence[Tensor]:
         return [
             functional_call(wholes[task], {inside[task] + n: t for n, t in state.items()}, inputs[0])
             for task, inputs in batch.items()
@@ -81,7 +81,7 @@ def _learn(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
     method, entropies = learn_coefficients(
         run.base_state,
         experts,
-        logits,
+        compute_logits,
         steps,
         layer_wise=how.layer_wise,
         lr=how.lr,

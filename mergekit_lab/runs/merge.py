@@ -21,11 +21,11 @@ from mergekit_lab.checkpoints import (
 )
 from mergekit_lab.memory import read_peak_memory, reset_peak_memory
 from mergekit_lab.merging import AdaMerging, Method, merge_factors
-from mergekit_lab.runs.combine import merge_content, merge_experts, merge_inputs
-from mergekit_lab.runs.finetune import expert_node
+from mergekit_lab.runs.combine import describe_merge, list_merge_inputs, merge_experts
+from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.learn import (
     COEFFICIENTS,
-    coefficients_node,
+    declare_coefficients,
     is_learned,
     list_entropies,
     log_learning,
@@ -35,11 +35,11 @@ from mergekit_lab.runs.models import TASK_FACTORS, Model
 from mergekit_lab.runs.nodes import Node, declare, walk
 from mergekit_lab.runs.run import MODEL, Run, say_seconds
 from mergekit_lab.runs.search import (
+    declare_search,
     list_search_points,
     log_search,
     read_coefficient,
     read_fields,
-    search_node,
 )
 from mergekit_lab.store import Artifact
 from mergekit_lab.store.store import Workspace
@@ -48,40 +48,40 @@ log = logging.getLogger(__name__)
 
 
 @declare
-def merged_node(run: Run, label: str) -> Node:
+def declare_merged(run: Run, label: str) -> Node:
     """A merger's model, which has its name when its coefficient is chosen."""
     merger = run.mergers[label]
-    searches = (search_node(run, label),) if merger.searched else ()
-    learned = (coefficients_node(run, label),) if is_learned(merger) else ()
+    searches = (declare_search(run, label),) if merger.searched else ()
+    learned = (declare_coefficients(run, label),) if is_learned(merger) else ()
     return Node(
         "merged", f"the model of {label}", "merge", label,
-        decide=lambda: _merged_content(run, merger),
+        decide=lambda: _describe_merged(run, merger),
         make=lambda workspace: _merge(run, merger, workspace),
-        needs=(*merge_inputs(run, merger), *searches, *learned),
+        needs=(*list_merge_inputs(run, merger), *searches, *learned),
         awaits=searches,
     )  # fmt: skip
 
 
-def _merged_content(run: Run, merger: Merger) -> dict[str, Any]:
+def _describe_merged(run: Run, merger: Merger) -> dict[str, Any]:
     """Everything that decides it, what is chosen or learned included."""
-    if merger.searched and not run.find(search_node(run, merger.label)):
-        return {"search": search_node(run, merger.label).key}
-    content = merge_content(run, merger, {**merger.content, **read_fields(run, merger)})
+    if merger.searched and not run.find(declare_search(run, merger.label)):
+        return {"search": declare_search(run, merger.label).key}
+    content = describe_merge(run, merger, {**merger.content, **read_fields(run, merger)})
     if merger.searched:
         content["coefficient"] = read_coefficient(run, merger)
     if is_learned(merger):
-        content["coefficients"] = coefficients_node(run, merger.label).key
+        content["coefficients"] = declare_coefficients(run, merger.label).key
     return content
 
 
-def merged_model(run: Run, label: str) -> Model:
+def make_merged_model(run: Run, label: str) -> Model:
     """A merger's model, which is evaluated on all tasks."""
-    return Model("merged", tuple(run.tasks), merged_node(run, label), run.mergers[label])
+    return Model("merged", tuple(run.tasks), declare_merged(run, label), run.mergers[label])
 
 
 def merge_nodes(run: Run) -> list[Node]:
     """What the stage makes, in order."""
-    return [node for node in walk(merged_node(run, label) for label in run.mergers) if node.stage == "merge"]
+    return [node for node in walk(declare_merged(run, label) for label in run.mergers) if node.stage == "merge"]
 
 
 def stage_merge(run: Run) -> None:
@@ -119,7 +119,7 @@ def _write_task_factors(run: Run, method: Method, folder: Path) -> None:
     """Write the factors from which each task's own model is made."""
     folder.mkdir()
     base = open_checkpoint(run.base_state, "the base")
-    experts = {task: run.need(expert_node(run, task)).find_file(MODEL) for task in run.experts}
+    experts = {task: run.need(declare_expert(run, task)).find_file(MODEL) for task in run.experts}
     specs, tensors = merge_factors(base, experts, method, device=run.devices)
     with ShardedWriter(folder, specs, stem=LowRankRecord.stem) as writer:
         for name, tensor in tensors:
@@ -133,9 +133,9 @@ def _merge(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
     alpha = read_coefficient(run, merger)
     method = merger.with_fields(read_fields(run, merger))
     if merger.searched and alpha is not None:
-        method = method.at(alpha)
+        method = method.with_coefficient(alpha)
     if is_learned(merger):
-        learned = run.need(coefficients_node(run, merger.label)).find_file(COEFFICIENTS)
+        learned = run.need(declare_coefficients(run, merger.label)).find_file(COEFFICIENTS)
         method = AdaMerging(weights=json.loads(learned.read_text()))
     notes: dict[str, dict[str, object]] = {}
     reset_peak_memory(run.device)

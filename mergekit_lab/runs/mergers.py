@@ -98,10 +98,10 @@ def _build(label: str, node: DictConfig, search: Search, tasks: tuple[str, ...])
     return Merger(label, method, content, searched)
 
 
-def weight_fields(content: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
+def make_weight_fields(content: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that give a method these weights: its own, or those of its inner method."""
     inner = content.get("inner")
-    return {"inner": {**inner, **weight_fields(inner, weights)}} if inner else {"weights": dict(weights)}
+    return {"inner": {**inner, **make_weight_fields(inner, weights)}} if inner else {"weights": dict(weights)}
 
 
 def say_fields(content: Mapping[str, Any], fields: Mapping[str, Any]) -> str | None:
@@ -134,4 +134,4 @@ def _check_weighable(label: str, method: Method, content: Mapping[str, Any], tas
             f"mergers.{label}: its weights are set, but search.method=cma_es searches them: leave them "
             f"null, or {way_out}"
         )
-    build({**content, **weight_fields(content, dict.fromkeys(tasks, 1.0))}, Method).check(tasks)
+    build({**content, **make_weight_fields(content, dict.fromkeys(tasks, 1.0))}, Method).check(tasks)

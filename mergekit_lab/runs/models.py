@@ -19,7 +19,7 @@ from mergekit_lab.checkpoints import LowRank, open_checkpoint
 from mergekit_lab.errors import InputError, suggest
 from mergekit_lab.evaluation import score, score_with_harness
 from mergekit_lab.memory import read_peak_memory, reset_peak_memory
-from mergekit_lab.runs.finetune import expert_node
+from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.mergers import Merger
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import Run, load_state
@@ -60,15 +60,15 @@ class Model:
         """What messages call it."""
         return self.merger.label if self.merger else self.name or self.kind
 
-    def base_content(self, run: Run) -> dict[str, Any]:
+    def describe_base(self, run: Run) -> dict[str, Any]:
         """What decides its base: its own backbone, or the run's."""
         return run.describe_backbone(self.backbone) if self.backbone else run.base_content
 
-    def key(self, run: Run) -> str:
+    def find_key(self, run: Run) -> str:
         """What names it in evaluations."""
-        return self.node.key if self.node else make_key({"base": self.base_content(run)})
+        return self.node.key if self.node else make_key({"base": self.describe_base(run)})
 
-    def state(self, run: Run, task: str) -> Mapping[str, Tensor]:
+    def read_state(self, run: Run, task: str) -> Mapping[str, Tensor]:
         """Its weights in the run's backbone. With a method that makes a model per task, those for `task`."""
         if self.node is None:
             return run.base_state
@@ -83,9 +83,9 @@ class Model:
         if self.backbone:
             return self.backbone.make_model().to(run.device)
         by_task = self.merger is not None and self.merger.method.by_task
-        weights = f"{self.key(run)} {task if by_task else ''}"
+        weights = f"{self.find_key(run)} {task if by_task else ''}"
         if _LOADED.get(run.model) != (weights, _count_writes(run.model)):
-            run.model.load_state_dict(dict(self.state(run, task)))
+            run.model.load_state_dict(dict(self.read_state(run, task)))
             _LOADED[run.model] = weights, _count_writes(run.model)
         return run.model
 
@@ -99,21 +99,21 @@ def _count_writes(model: nn.Module) -> list[int]:
     return [tensor._version for each in (model.parameters(), model.buffers()) for tensor in each]
 
 
-def expert_model(run: Run, name: str) -> Model:
+def make_expert_model(run: Run, name: str) -> Model:
     """An expert, which is evaluated on its task alone; where the harness scores, on every task, by its name."""
     if run.has_harness:
-        return Model("checkpoint", tuple(run.tasks), expert_node(run, name), name=name)
-    return Model("expert", (name,), expert_node(run, name))
+        return Model("checkpoint", tuple(run.tasks), declare_expert(run, name), name=name)
+    return Model("expert", (name,), declare_expert(run, name))
 
 
 @declare
-def evaluation_node(run: Run, model: Model, task: str, part: Part) -> Node:
+def declare_evaluation(run: Run, model: Model, task: str, part: Part) -> Node:
     """A model on one part of one task: `info["value"]`, and all its `info["metrics"]`."""
     return Node(
         "evaluations", f"the evaluation of {model.label} on {task}", "evaluate", task,
         decide=lambda: {
-            "model": model.key(run),
-            "base": model.base_content(run),
+            "model": model.find_key(run),
+            "base": model.describe_base(run),
             "task": task,
             "part": part,
         } | _measure_content(run, task),
@@ -127,8 +127,8 @@ def _measure_content(run: Run, task: str) -> dict[str, Any]:
     """What decides a score, beside the model and the part."""
     measured = run.tasks[task]
     if isinstance(measured, HarnessTask):
-        return {"harness": measured.describe_content()} | run.scoring_content(task)
-    return {"data": measured.fingerprint(), "metric": measured.metric} | run.scoring_content(task)
+        return {"harness": measured.describe_content()} | run.describe_scoring(task)
+    return {"data": measured.fingerprint(), "metric": measured.metric} | run.describe_scoring(task)
 
 
 def _evaluate(run: Run, model: Model, task: str, part: Part, workspace: Workspace) -> Mapping[str, Any]:
@@ -170,7 +170,7 @@ def _score_part(
     else:
         objective = run.make_objective(task)
     if loaded is run.model:
-        loaded = run.model_to_score(task)
+        loaded = run.find_model_to_score(task)
     scores = score(loaded, objective, part, batch_size=run.cfg.evaluation_batch_size)
     each = objective.score_samples(scores.predictions, part, torch.arange(len(scores.predictions)))
     if each is not None:

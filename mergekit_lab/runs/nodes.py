@@ -1,8 +1,8 @@
 """An artifact of a run before it is made: what decides it, what it is made of, and how.
 
-Every kind of artifact is declared by a function next to its maker: `expert_node`, `side_node`, `search_node`,
-`merged_node`, `evaluation_node`, …  `graph.list_nodes` lists all that a run wants. Plans, what is missing,
-shared trainings, lineage and times walk over these nodes.
+Every kind of artifact is declared by a function next to its maker: `declare_expert`, `declare_side_input`,
+`declare_search`, `declare_merged`, `declare_evaluation`, …  `graph.list_nodes` lists all that a run wants.
+Plans, what is missing, shared trainings, lineage and times walk over these nodes.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def walk(nodes: Iterable[Node]) -> Iterator[Node]:
 
 
 class HasNodes(Protocol):
-    """Anything that keeps the nodes declared of it; in practice a `Run`, which this file must not import."""
+    """Anything that keeps nodes. Only `Run` does, which this file must not import."""
 
     nodes: dict[Any, Node]
 
@@ -91,10 +91,10 @@ def declare(function: Callable[Concatenate[_Run, _Names], Node]) -> Callable[Con
     """Make a declaration give the same node for the same run and names."""
 
     @wraps(function)
-    def declaration(run: _Run, *names: _Names.args, **options: _Names.kwargs) -> Node:
+    def declare_once(run: _Run, *names: _Names.args, **options: _Names.kwargs) -> Node:
         key = (function.__module__, function.__qualname__, names, tuple(sorted(options.items())))
         if key not in run.nodes:
             run.nodes[key] = function(run, *names, **options)
         return run.nodes[key]
 
-    return declaration
+    return declare_once

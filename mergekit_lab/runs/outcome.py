@@ -6,8 +6,8 @@ import logging
 from statistics import fmean
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.runs.merge import merged_model
-from mergekit_lab.runs.models import Model, evaluation_node, expert_model
+from mergekit_lab.runs.merge import make_merged_model
+from mergekit_lab.runs.models import Model, declare_evaluation, make_expert_model
 from mergekit_lab.runs.run import Run
 
 log = logging.getLogger(__name__)
@@ -25,18 +25,18 @@ def measure_outcome(run: Run) -> float:
         InputError: a model is not made, or an expert that is to be divided by has the value 0.
     """
 
-    def value(model: Model, task: str) -> float:
-        return float(run.obtain(evaluation_node(run, model, task, "validation")).info["value"])
+    def measure_value(model: Model, task: str) -> float:
+        return float(run.obtain(declare_evaluation(run, model, task, "validation")).info["value"])
 
     whole = dict.fromkeys(run.experts, 1.0)
     if run.cfg.objective == "normalized":
-        whole = {task: value(expert_model(run, task), task) for task in run.experts}
+        whole = {task: measure_value(make_expert_model(run, task), task) for task in run.experts}
         if 0 in whole.values():
             raise InputError(
                 "objective=normalized divides by the experts' values, and one is 0: set it to value"
             )
     means = {
-        label: fmean(value(merged_model(run, label), task) / whole[task] for task in run.experts)
+        label: fmean(measure_value(make_merged_model(run, label), task) / whole[task] for task in run.experts)
         for label in run.mergers
     }
     best = max(means, key=lambda label: means[label])

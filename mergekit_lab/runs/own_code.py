@@ -20,7 +20,7 @@ _KNOWN = {*sys.stdlib_module_names, "mergekit_lab", "torch"}
 """Packages whose files are in no key: the user's Python, torch and ours."""
 
 
-def code_content(*nodes: Any) -> dict[str, Any]:
+def describe_code(*nodes: Any) -> dict[str, Any]:
     """`{"code": {class: version}}` of the classes that these configurations name; empty if all are ours.
 
     The version of a class from outside, and of its parents from outside, is a hash of the file it stands in. A

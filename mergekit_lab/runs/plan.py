@@ -17,8 +17,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from mergekit_lab.errors import InputError, say_duration
-from mergekit_lab.runs.curvature import curvature_nodes, list_kinds
-from mergekit_lab.runs.finetune import finetune_nodes, fit_node
+from mergekit_lab.runs.curvature import list_curvature_nodes, list_kinds
+from mergekit_lab.runs.finetune import declare_fit, finetune_nodes
 from mergekit_lab.runs.graph import list_nodes
 from mergekit_lab.runs.nodes import Node, walk
 from mergekit_lab.runs.run import Run
@@ -65,7 +65,7 @@ class Plan:
                     plan.made.add(node.name)
         return plan
 
-    def text(self) -> str:
+    def format_text(self) -> str:
         """A table: kind, how many, how many of them are in the store, seconds for the rest."""
         try:
             artifacts = list(self.store.list_artifacts())
@@ -109,7 +109,7 @@ def plan_shared_training(runs: Sequence[Run]) -> list[Work]:
         missing = [node for node in walk(finetune_nodes(run)) if not run.find(node)]
         if wants_fit(run.cfg.optimizer):
             if missing:
-                experts.setdefault(fit_node(run).key, (0, Work(number, None)))
+                experts.setdefault(declare_fit(run).key, (0, Work(number, None)))
             continue
         sides = len({kind for merger in run.mergers.values() for kind in list_kinds(merger.method)})
         for node in missing:
@@ -122,7 +122,7 @@ def plan_shared_training(runs: Sequence[Run]) -> list[Work]:
 
 def list_unmade(run: Run, work: Work) -> list[Node]:
     """What a training job was to make, with the curvature that its run wants, and did not."""
-    nodes = walk([*finetune_nodes(run), *curvature_nodes(run)])
+    nodes = walk([*finetune_nodes(run), *list_curvature_nodes(run)])
     return [node for node in nodes if work.only in (None, node.unit) and not run.find(node)]
 
 

@@ -14,9 +14,9 @@ from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.reporting import Beside, Record, set_beside
 from mergekit_lab.reporting.published import Protocol, read_protocols
 from mergekit_lab.runs.analyses import Analysis, TaskVectors
-from mergekit_lab.runs.analyze import DATA, analysis_node
-from mergekit_lab.runs.finetune import expert_node, plan_settings
-from mergekit_lab.runs.merge import merged_node
+from mergekit_lab.runs.analyze import DATA, declare_analysis
+from mergekit_lab.runs.finetune import declare_expert, plan_settings
+from mergekit_lab.runs.merge import declare_merged
 from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.check import build
 
@@ -119,13 +119,13 @@ class _Measured:
     def __call__(self, row: str, column: str) -> float | None:
         if row in ("training_seconds", "ks_distance", "mean_log_likelihood"):
             tasks = [task for task in self.run.tasks if column in ("average", task)]
-            told = [value for task in tasks if (value := self._read_expert(task, row)) is not None]
-            return sum(told) / len(told) if told else None
+            values = [value for task in tasks if (value := self._read_expert(task, row)) is not None]
+            return sum(values) / len(values) if values else None
         if column in ("steps_per_second", "gigabytes"):
             costs = [cost for task in self.run.tasks if (cost := self._read_cost(task, column)) is not None]
             return sum(costs) / len(costs) if costs and row == "experts" else None
         if column == "merge_seconds":
-            artifact = self.run.find(merged_node(self.run, row)) if row in self.run.mergers else None
+            artifact = self.run.find(declare_merged(self.run, row)) if row in self.run.mergers else None
             return float(artifact.info["wall_seconds"]) if artifact else None
         members = self.rows.get(row, [])
         values = [value for record in members if (value := self._read_value(record, column)) is not None]
@@ -142,12 +142,12 @@ class _Measured:
     def _fits(self) -> dict[str, Any]:
         """Of a Laplace distribution to every expert's task vector, by task."""
         asked = isinstance(build(self.run.cfg.analysis, Analysis), TaskVectors)
-        artifact = self.run.find(analysis_node(self.run)) if asked else None
+        artifact = self.run.find(declare_analysis(self.run)) if asked else None
         fits = json.loads(artifact.find_file(DATA).read_text())["fits"] if artifact else {}
         return {task: fit["laplace"] for task, fit in fits.items()}
 
     def _read_cost(self, task: str, column: str) -> float | None:
-        cost = self.run.need(expert_node(self.run, task)).info.get(column)
+        cost = self.run.need(declare_expert(self.run, task)).info.get(column)
         return None if cost is None else float(cost)
 
     def _read_value(self, record: Record, column: str) -> float | None:

@@ -20,6 +20,7 @@ from mergekit_lab.checkpoints import (
     align,
     find_cached_snapshot,
     hash_file,
+    list_deciding_files,
     open_checkpoint,
     parse_hub_id,
     write_tensors,
@@ -105,8 +106,8 @@ def read_import_content(source: str, backbone: Mapping[str, Any], task: str) -> 
 
     In the store its data and head name it too: on others its Fisher is another.
     """
-    opened = open_checkpoint(source, f"the expert of {task}")
-    digests = [hash_file(file, remember=True) for file in opened.files]
+    files = list_deciding_files(source, f"the expert of {task}" if task else "an expert")
+    digests = [hash_file(file, remember=True) for file in files]
     digest = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
     return {"backbone": dict(backbone), "imported": digest, "task": task}
 

@@ -16,14 +16,14 @@ from mergekit_lab.reporting.html import say_cache
 from mergekit_lab.reporting.summary import say_count
 from mergekit_lab.runs.compare import draw_cross_table
 from mergekit_lab.runs.evaluate import list_models
-from mergekit_lab.runs.finetune import expert_node, joint_node
+from mergekit_lab.runs.finetune import declare_expert, declare_joint
 from mergekit_lab.runs.learn import reads_test_inputs
 from mergekit_lab.runs.mergers import say_fields
-from mergekit_lab.runs.models import Model, evaluation_node, read_metric, read_samples
+from mergekit_lab.runs.models import Model, declare_evaluation, read_metric, read_samples
 from mergekit_lab.runs.origin import describe_origin
 from mergekit_lab.runs.published import set_published_beside
 from mergekit_lab.runs.run import MODEL, Run
-from mergekit_lab.runs.search import read_coefficient, read_fields, search_node
+from mergekit_lab.runs.search import declare_search, read_coefficient, read_fields
 from mergekit_lab.runs.train import CURVE
 from mergekit_lab.store import Artifact
 
@@ -36,8 +36,8 @@ def stage_report(run: Run) -> None:
     """Collect the run's records and write table, figures and page into its folder."""
     evaluations = read_evaluations(run)
     records = collect(run, evaluations)
-    curves = {task: _read_curve(run.need(expert_node(run, task))) for task in run.experts}
-    if run.cfg.joint and (artifact := run.find(joint_node(run))):
+    curves = {task: _read_curve(run.need(declare_expert(run, task))) for task in run.experts}
+    if run.cfg.joint and (artifact := run.find(declare_joint(run))):
         curves["+joint"] = _read_curve(artifact)
     if run.backbone.note:
         log.info("%s", run.backbone.note)
@@ -106,7 +106,7 @@ def read_evaluations(run: Run) -> list[_Evaluation]:
         if model.node:
             run.need(model.node)
         for task in model.tasks:
-            artifact = run.find(evaluation_node(run, model, task, "test"))
+            artifact = run.find(declare_evaluation(run, model, task, "test"))
             if artifact is None:
                 raise InputError(f"{model.label} is not evaluated on {task}: run stage=evaluate first")
             evaluations.append((model, task, artifact))
@@ -135,7 +135,7 @@ def _record(
         seed=run.seed,
         wall_seconds=artifact.info["wall_seconds"],
         peak_memory_bytes=artifact.info["peak_memory_bytes"],
-        model_key=model.key(run),
+        model_key=model.find_key(run),
         evaluation_key=artifact.key,
         reused=artifact.key not in run.made,
         reads_test_inputs=reads_test_inputs(model.merger) if model.merger else None,
@@ -170,7 +170,7 @@ def _read_searches(run: Run) -> dict[str, list[dict[str, Any]]]:
     if run.search.method == "cma_es":  # of many weights there is no curve
         return result
     for label, merger in run.mergers.items():
-        artifact = run.find(search_node(run, label)) if merger.searched else None
+        artifact = run.find(declare_search(run, label)) if merger.searched else None
         if artifact:
             chosen = artifact.info["coefficient"]
             result[label] = [

@@ -28,7 +28,7 @@ from mergekit_lab.runs.given_up import give_up, read_reason
 from mergekit_lab.runs.keeper import StoreKeeper
 from mergekit_lab.runs.mergers import build_mergers
 from mergekit_lab.runs.nodes import Node
-from mergekit_lab.runs.own_code import code_content
+from mergekit_lab.runs.own_code import describe_code
 from mergekit_lab.runs.products import describe_product
 from mergekit_lab.runs.settle import find_weights_key
 from mergekit_lab.runs.spread import spread
@@ -172,10 +172,9 @@ class Run:
         """What records call the optimizer: its option, its base unless AdamW, and those of single tasks."""
         base = self.choices.get("optimizer@optimizer.base", "adamw")
         name = self.choices["optimizer"] + (f" over {base}" if base != "adamw" else "")
-        return ", ".join([name, *(f"{self.name_optimizer(task)} {task}" for task in self.cfg.optimizer_of)])
+        return ", ".join([name, *(f"{self._name_optimizer(task)} {task}" for task in self.cfg.optimizer_of)])
 
-    def name_optimizer(self, task: str) -> str:
-        """What the option of one task's own optimizer is called."""
+    def _name_optimizer(self, task: str) -> str:
         return self.choices.get(f"optimizer@optimizer_of.{task}", "other")
 
     @property
@@ -190,7 +189,7 @@ class Run:
 
     def describe_backbone(self, backbone: Backbone) -> dict[str, Any]:
         """What decides the weights of a backbone of the run's class, and what it does with them."""
-        return {**backbone.identify(), **code_content(self.plain["backbone"])}
+        return {**backbone.identify(), **describe_code(self.plain["backbone"])}
 
     @cached_property
     def base_state(self) -> dict[str, Tensor]:
@@ -205,7 +204,7 @@ class Run:
         """
         return self.parametrization.make_evaluable(self.backbone.make_model()).to(self.device)
 
-    def model_to_score(self, task: str) -> nn.Module:
+    def find_model_to_score(self, task: str) -> nn.Module:
         """The run's model, as scores on a task are computed: compiled, if that is asked for and can be."""
         objective = self.make_objective(task)
         if not self.cfg.evaluation_compile or not objective.replays_forward:
@@ -226,11 +225,11 @@ class Run:
             self._objectives[task] = self.backbone.make_objective(self.tasks[task])
         return self._objectives[task].to(self.device)
 
-    def data_content(self, tasks: Sequence[str]) -> dict[str, str]:
+    def describe_data(self, tasks: Sequence[str]) -> dict[str, str]:
         """The fingerprints of these tasks' data."""
         return {task: self.tasks[task].fingerprint() for task in tasks}
 
-    def scoring_content(self, task: str) -> dict[str, Any]:
+    def describe_scoring(self, task: str) -> dict[str, Any]:
         """What decides a score besides model and data, if there are several ways."""
         how = self.backbone.describe_scoring(self.tasks[task])
         return {"scoring": how} if how else {}
@@ -292,9 +291,7 @@ class Run:
             A node, its artifact, and whether the log lacks it: a process of this run that made it has said so.
         """
         if stage is not None and len(self.devices) > 1:
-            if self._pool is None:
-                self._pool = Pool(self.devices)
-            self.made |= spread(self, self._pool, stage, nodes)
+            self._spread(stage, nodes)
         mine = [node for node in nodes if self.is_mine(node.unit)]
         for node in mine if title is None else self.track(mine, title):
             artifact = self.obtain(node)
@@ -307,7 +304,16 @@ class Run:
     def _log_product(self, node: Node, artifact: Artifact) -> None:
         """Tell the tracker of an artifact, and of those it was made of that it knows."""
         inputs = tuple(filter(None, (self._logged.get(each.name) for each in node.needs)))
-        product = describe_product(self, node, artifact, inputs)
+        unit = node.unit or ""
+        optimizer = self._name_optimizer(unit) if unit in self.cfg.optimizer_of else self.optimizer_name
+        settings = {
+            "backbone": self.choices.get("backbone"),
+            "suite": self.plain["suite"]["name"],
+            "finetuning": self.choices.get("finetuning"),
+            "optimizer": "imported" if self.cfg.experts else optimizer,
+            "seed": self.seed,
+        }
+        product = describe_product(node, artifact, inputs, settings)
         self._logged[node.name] = product.reference
         self.tracker.log_product(product)
 
@@ -323,6 +329,19 @@ class Run:
             yield
         finally:
             self.only = before
+
+    def _spread(self, stage: Callable[[Run], None], nodes: Sequence[Node]) -> None:
+        """Make missing nodes in worker processes. A single unit is left to this one."""
+        missing = [node.unit for node in nodes if node.unit and self.is_mine(node.unit) and not self.find(node)]
+        units = sorted(dict.fromkeys(missing), key=lambda unit: unit != "+joint")  # which takes longest
+        if len(units) < 2:
+            return
+        if self._pool is None:
+            self._pool = Pool(self.devices)
+        device = "cuda:0" if self.device.type == "cuda" else "cpu"
+        plain = self.plain | {"device": device, "progress": False}
+        job = (type(self), plain, str(self.folder), dict(self.choices), stage)
+        self.made |= spread(self._pool, job, units, progress=self.plain["progress"])
 
     def close(self) -> None:
         """End the processes on other devices."""

@@ -21,10 +21,10 @@ from mergekit_lab.evaluation.search import Score
 from mergekit_lab.merging import merge_state_dicts
 from mergekit_lab.merging.inputs import select_tensors
 from mergekit_lab.ranges import require
-from mergekit_lab.runs.combine import merge_content, merge_experts, merge_inputs
-from mergekit_lab.runs.finetune import expert_node
-from mergekit_lab.runs.mergers import Merger, say_fields, weight_fields
-from mergekit_lab.runs.models import evaluation_node, expert_model
+from mergekit_lab.runs.combine import describe_merge, list_merge_inputs, merge_experts
+from mergekit_lab.runs.finetune import declare_expert
+from mergekit_lab.runs.mergers import Merger, make_weight_fields, say_fields
+from mergekit_lab.runs.models import declare_evaluation, make_expert_model
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import MODEL, Run
 from mergekit_lab.store import Artifact
@@ -34,20 +34,22 @@ log = logging.getLogger(__name__)
 
 
 @declare
-def search_node(run: Run, label: str) -> Node:
+def declare_search(run: Run, label: str) -> Node:
     """The validation curve of a merger: `info["curve"]`, and what was chosen, `info["coefficient"]`."""
     merger = run.mergers[label]
     return Node(
         "searches", f"the coefficient of {label}", "merge", label,
         decide=lambda: _search_content(run, merger),
         make=lambda workspace: _search(run, merger, workspace),
-        needs=(*merge_inputs(run, merger), *_list_evaluations(run).values()),
+        needs=(*list_merge_inputs(run, merger), *_list_evaluations(run).values()),
     )  # fmt: skip
 
 
 def _list_evaluations(run: Run) -> dict[str, Node]:
     """Of every expert on its task's validation part, which candidates are compared with."""
-    return {task: evaluation_node(run, expert_model(run, task), task, "validation") for task in run.experts}
+    return {
+        task: declare_evaluation(run, make_expert_model(run, task), task, "validation") for task in run.experts
+    }
 
 
 def check_patterns(run: Run) -> None:
@@ -75,20 +77,20 @@ def _search_content(run: Run, merger: Merger) -> dict[str, Any]:
     tasks = run.experts
     variants = run.search.list_variants(merger.content)
     fields = {"fields": variants} if variants != [{}] else {}
-    scoring = {task: how for task in tasks if (how := run.scoring_content(task))}
-    content = merge_content(run, merger) | {"data": run.data_content(tasks)}
+    scoring = {task: how for task in tasks if (how := run.describe_scoring(task))}
+    content = describe_merge(run, merger) | {"data": run.describe_data(tasks)}
     return content | run.search.describe_content() | fields | scoring
 
 
 def read_fields(run: Run, merger: Merger) -> dict[str, Any]:
     """The values of a method's searched fields; empty where only the coefficient is, or nothing."""
-    return dict(run.need(search_node(run, merger.label)).info.get("fields", {})) if merger.searched else {}
+    return dict(run.need(declare_search(run, merger.label)).info.get("fields", {})) if merger.searched else {}
 
 
 def read_coefficient(run: Run, merger: Merger) -> float | None:
     """The merger's coefficient: the searched one, else the method's own; None if it has none."""
     if merger.searched:
-        return float(run.need(search_node(run, merger.label)).info["coefficient"])
+        return float(run.need(declare_search(run, merger.label)).info["coefficient"])
     return merger.coefficient
 
 
@@ -97,7 +99,7 @@ def _search(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]
     experts = {task: float(run.obtain(node).info["value"]) for task, node in _list_evaluations(run).items()}
     curve: list[Candidate] = _evolve(run, merger, experts, workspace) if run.search.method == "cma_es" else []
     for fields in () if curve else run.search.list_variants(merger.content):
-        score_at = _make_scorer(run, merge_experts(run, merger.with_fields(fields).at(1.0)))
+        score_at = _make_scorer(run, merge_experts(run, merger.with_fields(fields).with_coefficient(1.0)))
         reached = choose_best(curve).normalized if curve else -math.inf
         title = " ".join([f"coefficient of {merger.label}", *(f"{n}={v}" for n, v in fields.items())])
         grid = run.search.coefficients or []
@@ -140,7 +142,8 @@ def _evolve(run: Run, merger: Merger, experts: Mapping[str, float], workspace: W
     how = run.search
     base = _move(run.base_state, run.device)
     models = {
-        t: _move(open_checkpoint(run.need(expert_node(run, t)).find_file(MODEL)), run.device) for t in experts
+        t: _move(open_checkpoint(run.need(declare_expert(run, t)).find_file(MODEL)), run.device)
+        for t in experts
     }
     names = [name for name, tensor in base.items() if tensor.is_floating_point()]
     patterns = list(how.layers or ())
@@ -151,10 +154,10 @@ def _evolve(run: Run, merger: Merger, experts: Mapping[str, float], workspace: W
         rows = [point[start : start + len(patterns)] for start in range(0, len(point), len(patterns))]
         by_pattern = {t: dict(zip(patterns, row, strict=True)) for t, row in zip(experts, rows, strict=True)}
         weights = by_pattern if how.layers else {t: row["*"] for t, row in by_pattern.items()}
-        return weight_fields(merger.content, weights)
+        return make_weight_fields(merger.content, weights)
 
     def score_at(point: Sequence[float]) -> Score:
-        method = merger.with_fields(weigh(point)).at(1.0)
+        method = merger.with_fields(weigh(point)).with_coefficient(1.0)
         run.model.load_state_dict(merge_state_dicts(base, models, method, device=run.device))
         return _score_model(run)
 
@@ -192,7 +195,7 @@ def _score_model(run: Run) -> Score:
     """The validation scores of the run's model as it is."""
     return lambda task, share: (
         score(
-            run.model_to_score(task),
+            run.find_model_to_score(task),
             run.make_objective(task),
             "validation",
             index=_take_first(run.tasks[task].count("validation"), share),

@@ -80,8 +80,8 @@ def find_weights_key(backbone: Any) -> str:
 
 def _list_harness_tasks(suite: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Of each of `lm_eval_tasks` a node; settings are one for all, or a mapping from task to its own."""
-    given = suite["lm_eval_tasks"]
-    names = [given] if isinstance(given, str) else list(map(str, given or ()))
+    listed = suite["lm_eval_tasks"]
+    names = [listed] if isinstance(listed, str) else list(map(str, listed or ()))
     if not names:
         raise InputError("suite.lm_eval_tasks is empty: name tasks of lm-evaluation-harness, [gsm8k,arc_easy]")
     nodes: dict[str, dict[str, Any]] = {

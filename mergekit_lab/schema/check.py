@@ -227,8 +227,8 @@ def _find_origin(key: str, name: str) -> str:
     if not HydraConfig.initialized():
         return "in the composed configuration"
     hydra = HydraConfig.get()
-    said: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
-    if any(override.lstrip("+").split("=")[0] == key for override in said):
+    overrides: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    if any(override.lstrip("+").split("=")[0] == key for override in overrides):
         return "from the command line"
     choices = [
         f"{group.split('@')[0]}/{choice}.yaml" for group, choice in hydra.runtime.choices.items() if choice

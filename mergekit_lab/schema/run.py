@@ -294,13 +294,13 @@ def with_chosen_merger(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
         cfg: the composed configuration.
         overrides: as on the command line, a sweep's among them.
     """
-    said = [override.lstrip("+").partition("=")[::2] for override in overrides]
-    name = next((value for key, value in reversed(said) if key == "merger"), None)
+    pairs = [override.lstrip("+").partition("=")[::2] for override in overrides]
+    name = next((value for key, value in reversed(pairs) if key == "merger"), None)
     own = cfg.mergers.get(name) if name else None
     if own is None or own._target_ != cfg.merger._target_:
         return cfg
     chosen = OmegaConf.create(OmegaConf.to_container(own))
-    for key, _ in said:
+    for key, _ in pairs:
         if key.startswith("merger."):
             OmegaConf.update(chosen, key.removeprefix("merger."), OmegaConf.select(cfg, key))
     made = deepcopy(cfg)

@@ -143,8 +143,8 @@ def read_artifact(folder: Path) -> Artifact:
 
 def digest_manifest(manifest: Mapping[str, Any]) -> str:
     """Hash a whole manifest, because an evaluation's results are in no other file."""
-    said = json.loads(json.dumps({name: value for name, value in manifest.items() if name != "digest"}))
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    content = json.loads(json.dumps({name: value for name, value in manifest.items() if name != "digest"}))
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def explain_unknown(path: Path, reason: str) -> InputError:

@@ -51,9 +51,9 @@ _PATIENCE = 2000
 
 def _draw_message(draw: Random) -> tuple[str, dict[str, str]]:
     topic, tone = draw.choice(list(_TOPICS)), draw.choice(list(_TONES))
-    said = draw.choice(_TOPICS[topic]).format(thing=draw.choice(_THINGS), day=draw.choice(_DAYS))
+    statement = draw.choice(_TOPICS[topic]).format(thing=draw.choice(_THINGS), day=draw.choice(_DAYS))
     felt = draw.choice(_TONES[tone]).format(number=draw.randint(100, 999))
-    sentences = [f"{said[0].upper()}{said[1:]}.", felt]
+    sentences = [f"{statement[0].upper()}{statement[1:]}.", felt]
     draw.shuffle(sentences)
     return " ".join(sentences), {"topic": topic, "tone": tone}
 

@@ -119,11 +119,11 @@ def rouge_l_trace(predictions: Sequence[str], references: Sequence[str], sources
 
 
 def _score_summary(prediction: str, reference: str) -> float:
-    said, wanted = (_split_sentences(text) for text in (prediction, reference))
-    if not said or not wanted:
+    predicted, wanted = (_split_sentences(text) for text in (prediction, reference))
+    if not predicted or not wanted:
         return 0.0
-    hits = {word for r in wanted for p in said for word in _find_longest_common_subsequence(r, p)}
-    precision, recall = (len(hits) / len(set().union(*sentences)) for sentences in (said, wanted))
+    hits = {word for r in wanted for p in predicted for word in _find_longest_common_subsequence(r, p)}
+    precision, recall = (len(hits) / len(set().union(*sentences)) for sentences in (predicted, wanted))
     return 2 * precision * recall / (precision + recall + 1e-8)
 
 

@@ -61,9 +61,9 @@ class CheckpointOrigin:
         if not file.is_file():
             raise ValueError("it is no regular file" if file.exists() else "it is gone")
         with ZipFile(file) as archive:
-            said = json.loads(archive.comment or "{}")
+            identity = json.loads(archive.comment or "{}")
             wanted = {**asdict(self), "content": _digest(archive)}
-            if wrong := [why for name, why in _WRONG.items() if said.get(name) != wanted[name]]:
+            if wrong := [why for name, why in _WRONG.items() if identity.get(name) != wanted[name]]:
                 raise ValueError(wrong[0])
             if damaged := archive.testzip():
                 raise ValueError(f"{damaged} in it is damaged")

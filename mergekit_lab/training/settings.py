@@ -155,9 +155,9 @@ class TrainingSettings:
         settings that are newer than existing keys.
         """
         unsaid = {"epochs": None, "epochs_of": None, "schedule": "cosine"}
-        said = {name: value for name, value in asdict(self).items() if name not in _HOW}
-        said["warmup_steps"] = self.warmup
-        return {name: value for name, value in said.items() if (name, value) not in unsaid.items()}
+        content = {name: value for name, value in asdict(self).items() if name not in _HOW}
+        content["warmup_steps"] = self.warmup
+        return {name: value for name, value in content.items() if (name, value) not in unsaid.items()}
 
     def plan(self, evaluations_a_step: Fraction) -> TrainingSettings:
         """These settings with a budget of gradient evaluations as the number of whole steps that it allows.

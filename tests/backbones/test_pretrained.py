@@ -82,3 +82,9 @@ def test_what_pypi_or_the_package_has_not_is_said_with_the_way_out(index) -> Non
         find_model("pypi:absent==2/x.gguf")
     with pytest.raises(InputError, match=r"small-models==1.0.*two.gguf.*one.gguf"):
         find_model("pypi:small-models==1.0/two.gguf")
+
+
+def test_an_adapter_in_place_of_a_model_is_named(tmp_path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"is a PEFT adapter, which needs its base: .*base=BASE experts="):
+        find_model(str(tmp_path))

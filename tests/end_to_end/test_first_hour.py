@@ -132,7 +132,7 @@ def test_a_plan_prices_a_training_by_its_gradients() -> None:
 
 def test_a_first_plan_does_not_say_that_it_takes_no_time(tmp_path) -> None:
     node = SimpleNamespace(kind="experts", needs=(), content={})
-    said = Plan(Store(tmp_path), 1, {"a": node}).text()  # type: ignore[dict-item]
+    said = Plan(Store(tmp_path), 1, {"a": node}).format_text()  # type: ignore[dict-item]
     assert "0 s" not in said
     assert said.endswith("says how long the rest takes.")
 

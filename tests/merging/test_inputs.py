@@ -445,6 +445,6 @@ def test_a_pass_over_side_inputs_holds_one_block_at_a_time(monkeypatch: pytest.M
     base = {"w": torch.zeros(40)}
     inputs = open_inputs(base, [base, base], Fisher(), {"fisher": [{"w": torch.ones(40)}] * 2})
     reader = blocks.Reader(inputs, Fisher(), torch.device("cpu"))
-    seen = [weakref.ref(block) for block in reader.side_blocks("fisher")]
+    seen = [weakref.ref(block) for block in reader.read_side_blocks("fisher")]
     assert len(seen) == 10
     assert all(block() is None for block in seen)

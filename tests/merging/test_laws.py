@@ -378,9 +378,9 @@ def test_coefficient_zero_is_the_base_bit_for_bit(label: str) -> None:
     method = METHODS[label]
     if label in NO_COEFFICIENT:
         with pytest.raises(InputError, match="no coefficient"):
-            method.at(0.0)
+            method.with_coefficient(0.0)
         return
-    merged = run(method.at(0.0), base, experts, fishers)
+    merged = run(method.with_coefficient(0.0), base, experts, fishers)
     assert_equal(merged, base)
     assert math.copysign(1, float(merged["a.bias"][0])) == -1
 
@@ -389,8 +389,8 @@ def test_coefficient_zero_is_the_base_bit_for_bit(label: str) -> None:
 def test_the_result_is_linear_in_the_coefficient(label: str) -> None:
     """One merge serves a whole coefficient search."""
     base, experts, fishers = world_of(label, dtype=torch.float64)
-    once = run(METHODS[label].at(1.0), base, experts, fishers)
-    twice = run(METHODS[label].at(-2.0), base, experts, fishers)
+    once = run(METHODS[label].with_coefficient(1.0), base, experts, fishers)
+    twice = run(METHODS[label].with_coefficient(-2.0), base, experts, fishers)
     assert_close(twice, {n: base[n] - 2 * (once[n] - base[n]) for n in base}, 1e-12)
 
 

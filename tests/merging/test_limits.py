@@ -84,7 +84,7 @@ def test_consensus_keeps_what_enough_experts_use() -> None:
 
 
 def test_consensus_refuses_more_agreement_than_experts_and_thresholds_of_others() -> None:
-    with pytest.raises(InputError, match="k is 3, and 2 experts"):
+    with pytest.raises(InputError, match=r"k is 3.*2 experts"):
         merge_one(ConsensusTA(k=3), draw(2, 4))
     with pytest.raises(InputError, match="weights name 'svhn', which"):
         merge_one(ConsensusTA(tall={"svhn": 0.3}), draw(2, 4))

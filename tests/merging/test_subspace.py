@@ -70,7 +70,7 @@ def test_adapters_become_an_adapter_that_adds_the_merge(adapters, label: str) ->
     """Of rank 8 at most, which four adapters of rank 2 span: no rank is asked for, and nothing is lost."""
     base, experts, _, stored = adapters
     merge = AdapterMerge(base, experts, CASES[label])
-    for name, change in merge.changes():
+    for name, change in merge.read_changes():
         assert relative_error(change.b @ change.a, stored[f"{label}.{name}"]) <= 1e-6, name
     assert merge.exact
     assert not merge.left_out

@@ -14,8 +14,8 @@ from mergekit_lab.optim import fit_offset
 from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
-from mergekit_lab.runs.curvature import side_node
-from mergekit_lab.runs.finetune import expert_node, fit_node, plan_joint_settings
+from mergekit_lab.runs.curvature import declare_side_input
+from mergekit_lab.runs.finetune import declare_expert, declare_fit, plan_joint_settings
 from mergekit_lab.runs.run import Run, load_state
 from mergekit_lab.schema.run import check, count_evaluations_a_step
 from mergekit_lab.training import TrainingSettings
@@ -46,7 +46,7 @@ def manifests(store: Path, kind: str) -> list[dict]:
 def test_a_run_stores_experts_of_every_parametrisation_under_the_bases_names(finetuning: str, tmp_path) -> None:
     overrides = ["stage=finetune", *ONLY_DIGITS, f"finetuning={finetuning}", "optimizer=asam"]
     made = go(tmp_path / "run", tmp_path / "store", *overrides)
-    base, expert = BASE.make_model().state_dict(), load_state(made.need(expert_node(made, "digits")))
+    base, expert = BASE.make_model().state_dict(), load_state(made.need(declare_expert(made, "digits")))
     assert {n: t.shape for n, t in expert.items()} == {n: t.shape for n, t in base.items()}
     moved = {n for n, t in base.items() if not torch.equal(expert[n], t)}
     projections = {n for n in base if n.endswith(("attn.in_proj_weight", "attn.out_proj.weight"))}
@@ -76,14 +76,14 @@ def test_fishers_of_linearized_experts_have_the_bases_names(tmp_path) -> None:
     made = go(
         tmp_path / "run", tmp_path / "store", *overrides, "training.warmup_steps=0", "curvature.samples=4"
     )
-    fisher = load_state(made.need(side_node(made, "fisher", "digits")), "fisher.safetensors")
+    fisher = load_state(made.need(declare_side_input(made, "fisher", "digits")), "fisher.safetensors")
     assert fisher.keys() == {n for n, t in BASE.make_model().state_dict().items() if t.is_floating_point()}
     assert all(float(t.max()) > 0 for t in fisher.values())
 
 
 def test_a_parametrisation_and_its_numbers_enter_the_experts_key(tmp_path) -> None:
     cases = [[f"finetuning={f}"] for f in FINETUNINGS] + [["finetuning=lora", "finetuning.rank=4"]]
-    keys = {expert_node(context(tmp_path, tmp_path, *case), "digits").key for case in cases}
+    keys = {declare_expert(context(tmp_path, tmp_path, *case), "digits").key for case in cases}
     assert len(keys) == len(cases)
 
 
@@ -118,7 +118,7 @@ def test_a_budget_of_gradient_evaluations_gives_every_optimizer_the_steps_it_pay
 def test_an_equal_number_of_steps_is_the_same_expert_whatever_the_budget_was(tmp_path) -> None:
     def key(*overrides: str) -> str:
         made = context(tmp_path, tmp_path, "training.steps=40", "training.warmup_steps=4", *overrides)
-        return expert_node(made, "digits").key
+        return declare_expert(made, "digits").key
 
     assert key() == key("training.budget=gradient_evaluations")
     assert key("optimizer=sam") != key("optimizer=sam", "training.budget=gradient_evaluations")
@@ -126,7 +126,7 @@ def test_an_equal_number_of_steps_is_the_same_expert_whatever_the_budget_was(tmp
     assert key(*halved) == key("optimizer=sam", "training.budget=gradient_evaluations")
     seconds = ["training.budget=seconds", "training.seconds=1"]
     assert len({key(), key(*seconds), key(*seconds[:1], "training.seconds=2")}) == 3
-    assert expert_node(context(tmp_path, tmp_path, *seconds), "digits").content["machine"].startswith("cpu")
+    assert declare_expert(context(tmp_path, tmp_path, *seconds), "digits").content["machine"].startswith("cpu")
 
 
 def test_optimizers_that_average_plan_over_the_steps_of_their_budget(tmp_path) -> None:
@@ -186,20 +186,20 @@ def test_offsets_are_fitted_to_the_task_vectors_of_the_base_optimizers_experts(t
     fitted = [*only, "optimizer=mergopt", "optimizer.scale=fit"]
     made = go(tmp_path / "run", store, *fitted)
     plain = context(tmp_path, store, *only)
-    pilot = load_state(plain.need(expert_node(plain, "digits")))
+    pilot = load_state(plain.need(declare_expert(plain, "digits")))
     base = BASE.make_model().state_dict()
     wanted = fit_offset({n: pilot[n] - t for n, t in base.items()})
-    found = made.need(fit_node(made)).info
+    found = made.need(declare_fit(made)).info
     assert (found["loc"], found["scale"]) == (wanted.loc, wanted.scale)
     given = [f"optimizer.loc={wanted.loc!r}", f"optimizer.scale={wanted.scale!r}"]
     by_hand = go(tmp_path / "run", store, *only, "optimizer=mergopt", *given)
     expert, same = (
-        load_state(made.need(expert_node(made, "digits"))),
-        load_state(by_hand.need(expert_node(by_hand, "digits"))),
+        load_state(made.need(declare_expert(made, "digits"))),
+        load_state(by_hand.need(declare_expert(by_hand, "digits"))),
     )
     assert all(torch.equal(expert[n], t) for n, t in same.items())
     assert len(manifests(store, "experts")) == 3
     monkeypatch.setattr("mergekit_lab.training.fit.finetune", None)
     go(tmp_path / "run", store, *fitted)
     changed = context(tmp_path, store, *fitted, "optimizer.base.eps=1e-7")
-    assert expert_node(changed, "digits").key != expert_node(made, "digits").key
+    assert declare_expert(changed, "digits").key != declare_expert(made, "digits").key

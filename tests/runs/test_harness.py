@@ -22,6 +22,7 @@ from mergekit_lab.evaluation import load_harness_task, score_with_harness
 from mergekit_lab.evaluation.harness import read_results, run_harness
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import build_table, read_records
+from mergekit_lab.runs.published_experts import import_expert, read_import_content
 from mergekit_lab.runs.run import Run
 from mergekit_lab.runs.settle import settle
 from mergekit_lab.schema.run import check
@@ -179,6 +180,24 @@ def run(folder: Path, inputs: Path, *arguments: str):
     cfg, choices = composed(overrides)
     start(cfg, folder, choices, overrides)
     return read_records(folder / "records.jsonl")
+
+
+@pytest.mark.filterwarnings("ignore")  # peft's
+def test_an_adapter_is_an_expert_and_all_its_files_are_in_its_name(inputs, tmp_path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    backbone, lora = tiny_backbone(inputs / "base", "llama"), tmp_path / "lora"
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = get_peft_model(backbone.make_model(), config)
+    adapted.save_pretrained(lora)
+    named = read_import_content(str(lora), {}, "")
+    import_expert(str(lora), backbone, backbone.make_model().state_dict(), "", tmp_path)
+    expert = load_file(tmp_path / "model.safetensors")
+    for name, value in adapted.merge_and_unload().state_dict().items():
+        torch.testing.assert_close(expert[name], value, msg=name)
+    file = lora / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_alpha": 3}))
+    assert read_import_content(str(lora), {}, "") != named
 
 
 @beside_harness

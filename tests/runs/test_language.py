@@ -12,7 +12,7 @@ from mergekit_lab.analysis.plane import Sample, Weights, cross_task_linearity, f
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
-from mergekit_lab.runs.finetune import expert_node, plan_joint_settings, plan_settings
+from mergekit_lab.runs.finetune import declare_expert, plan_joint_settings, plan_settings
 from mergekit_lab.runs.run import Run, load_state
 from mergekit_lab.schema.run import check
 
@@ -71,7 +71,7 @@ def test_what_is_shown_to_a_model_names_its_expert_and_how_it_answers_only_its_s
 ) -> None:
     def keys(*more):
         context = Run(*_args(configured(folders["llama"], "llama", tmp_path, *more), tmp_path))
-        return expert_node(context, "stories").content, context.scoring_content("stories")
+        return declare_expert(context, "stories").content, context.describe_scoring("stories")
 
     expert, scoring = keys()
     assert keys("backbone.prompt=plain")[0] != expert
@@ -95,7 +95,7 @@ def test_epochs_are_steps_of_each_tasks_own_data(folders, tmp_path) -> None:
     assert plan_joint_settings(context).steps == 15
     other = Run(*_args(configured(folders["llama"], "llama", tmp_path, "training.steps=12",
                                       "training.warmup_steps=6"), tmp_path))  # fmt: skip
-    assert expert_node(other, "stories").content == expert_node(context, "stories").content
+    assert declare_expert(other, "stories").content == declare_expert(context, "stories").content
     equal = Run(*_args(configured(folders["llama"], "llama", tmp_path, *more, "optimizer=sam",
                                       "training.budget=gradient_evaluations"), tmp_path))  # fmt: skip
     found = plan_settings(equal, "stories")
@@ -151,8 +151,8 @@ def test_experts_of_several_optimizers_are_merged(folders, tmp_path) -> None:
     assert {r.optimizer for r in read_records(tmp_path / "run/records.jsonl")} == {"adamw, mergopt quantities"}
     plain, _ = configured(folders["llama"], "llama", tmp_path / "store")
     mixed, alone = Run(cfg, tmp_path, choices), Run(plain, tmp_path, choices)
-    assert expert_node(mixed, "stories").content == expert_node(alone, "stories").content
-    assert expert_node(mixed, "quantities").content != expert_node(alone, "quantities").content
+    assert declare_expert(mixed, "stories").content == declare_expert(alone, "stories").content
+    assert declare_expert(mixed, "quantities").content != declare_expert(alone, "quantities").content
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
@@ -163,7 +163,7 @@ def test_padding_is_in_no_gram(kind, folders, tmp_path) -> None:
     context = Run(cfg, tmp_path, choices)
     (file,) = (tmp_path / "store/grams").glob("*/gram.safetensors")
     found, objective = open_checkpoint(file), context.make_objective("stories")
-    context.model.load_state_dict(load_state(context.need(expert_node(context, "stories"))))
+    context.model.load_state_dict(load_state(context.need(declare_expert(context, "stories"))))
     order = torch.randperm(24, generator=torch.Generator().manual_seed(0))[:3]
     alone = [objective.make_batch("train", place[None]) for place in order]
     assert len({each["input_ids"].shape for each in alone}) > 1
@@ -248,7 +248,7 @@ def test_bfloat16_weights_train_as_float32_so_that_offsets_stay_and_are_stored_a
     assert all(dtype == torch.float32 and share > 0.99 for dtype, share in seen)
     context = Run(cfg, tmp_path, choices)
     expert = open_checkpoint(
-        context.need(expert_node(context, "stories")).find_file("model.safetensors"), "expert"
+        context.need(declare_expert(context, "stories")).find_file("model.safetensors"), "expert"
     )
     assert {spec.dtype for spec in expert.specs.values()} == {torch.bfloat16}
     assert any(not torch.equal(expert[n], context.base_state[n]) for n in expert)

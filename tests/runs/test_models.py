@@ -12,7 +12,7 @@ def test_a_model_of_several_tasks_is_loaded_once_unless_something_else_was_writt
     run = SimpleNamespace(model=model, base_content={"name": "base"})
     zero_shot = Model("zero_shot", ("a", "b"))
 
-    with patch.object(Model, "state", return_value=ones) as read:
+    with patch.object(Model, "read_state", return_value=ones) as read:
         assert zero_shot.load(run, "a") is zero_shot.load(run, "b") is model
         assert read.call_count == 1
         with torch.inference_mode():

@@ -9,11 +9,11 @@ from composing import TINY, composed
 from omegaconf import OmegaConf
 
 from mergekit_lab import InputError
-from mergekit_lab.runs.analyze import analysis_node
-from mergekit_lab.runs.combine import merge_content
-from mergekit_lab.runs.finetune import expert_node
+from mergekit_lab.runs.analyze import declare_analysis
+from mergekit_lab.runs.combine import describe_merge
+from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.mergers import build_mergers
-from mergekit_lab.runs.own_code import code_content
+from mergekit_lab.runs.own_code import describe_code
 from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.run import Search
 
@@ -66,9 +66,9 @@ def name_artifacts(tmp_path, shared, **classes: str) -> dict[str, str]:
     run = Run(cfg, tmp_path, choices, shared)
     merger = next(iter(run.mergers.values()))
     return {
-        "expert": expert_node(run, "digits").content,
-        "merge": merge_content(run, merger),
-        "analysis": analysis_node(run).content,
+        "expert": declare_expert(run, "digits").content,
+        "merge": describe_merge(run, merger),
+        "analysis": declare_analysis(run).content,
     }
 
 
@@ -93,8 +93,8 @@ def test_a_class_may_name_its_own_version(module) -> None:
     own = [module(factor, "    code_version = 'second'\n") for factor in (1, 2)]
     node = {"inner": [{"_target_": "my_own_code.Mine"}, {"_target_": "torch.optim.AdamW"}]}
     assert own[0] is own[1]
-    assert code_content(node) == {"code": {"my_own_code.Mine": "second"}}
-    assert code_content({"_target_": "mergekit_lab.merging.TIES"}) == {}
+    assert describe_code(node) == {"code": {"my_own_code.Mine": "second"}}
+    assert describe_code({"_target_": "mergekit_lab.merging.TIES"}) == {}
 
 
 def test_a_side_input_that_no_run_makes_is_refused_by_name(module) -> None:

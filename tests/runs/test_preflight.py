@@ -20,8 +20,8 @@ from mergekit_lab.backbones import OpenClip, to_transformers
 from mergekit_lab.backbones.clip_weights import ClipWeights
 from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.programs import start
-from mergekit_lab.runs.curvature import side_node
-from mergekit_lab.runs.finetune import expert_node
+from mergekit_lab.runs.curvature import declare_side_input
+from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.preflight import list_missing, refuse_missing
 from mergekit_lab.runs.published_experts import find_expert
 from mergekit_lab.runs.run import Run
@@ -132,7 +132,7 @@ def test_heads_from_images_classify_training_images_far_above_chance(head: str, 
         found = objective.predict(model, "test", torch.arange(60))
     labels = objective.task.load_samples("test").labels
     assert (found == labels).float().mean() > 0.5
-    assert Run(cfg, tmp_path, choices).scoring_content("digits") == {"scoring": {"head": head}}
+    assert Run(cfg, tmp_path, choices).describe_scoring("digits") == {"scoring": {"head": head}}
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])
@@ -170,7 +170,7 @@ def test_what_is_made_of_an_imported_expert_depends_on_data_head_and_finetuning(
     given = ["backbone=glyph_clip", f"experts={tmp_path}", "joint=false"]
 
     def fisher(*more: str) -> str:
-        return side_node(context(data, tmp_path / "store", *given, *more), "fisher", "eurosat").key
+        return declare_side_input(context(data, tmp_path / "store", *given, *more), "fisher", "eurosat").key
 
     found = [fisher(), fisher("backbone.head=prototype"), fisher("finetuning=linearized")]
     write_parquet(data / "eurosat" / "data" / "train-00000-of-00002.parquet", pictures(10, 10, 7))
@@ -232,7 +232,7 @@ def test_experts_that_are_not_there_are_named(data, tmp_path) -> None:
         data, tmp_path / "store", f"experts={tmp_path}", "backbone=clip_vit_b32", "backbone.weights=null"
     )
     with pytest.raises(InputError, match="no expert of 'eurosat'"):
-        expert_node(one, "eurosat")
+        declare_expert(one, "eurosat")
     hub = context(
         data, tmp_path / "store", "experts=hub:tanganke", "backbone=clip_vit_l14", "backbone.weights=null"
     )

@@ -17,7 +17,7 @@ def test_the_seconds_of_a_training_are_those_of_its_steps(wall_seconds: float, m
     """Whatever loading, validation and writing took."""
     info = {"steps_per_second": 2.0, "wall_seconds": wall_seconds}
     run = SimpleNamespace(tasks=["a", "b"], need=lambda node: SimpleNamespace(info=info))
-    monkeypatch.setattr(published, "expert_node", lambda run, task: task)
+    monkeypatch.setattr(published, "declare_expert", lambda run, task: task)
     monkeypatch.setattr(published, "plan_settings", lambda run, task: SimpleNamespace(steps=20))
     measured = published._Measured(run, [])
     assert measured("training_seconds", "average") == measured("training_seconds", "a") == 10.0

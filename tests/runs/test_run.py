@@ -22,7 +22,7 @@ from mergekit_lab.reporting import read_records
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.records import Failure
 from mergekit_lab.reporting.run_files import read_run
-from mergekit_lab.runs.finetune import expert_node
+from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.run import Run
 
 MERGERS = ["average", "task_arithmetic", "ties", "dare", "fisher", "tsvm", "epimer"]
@@ -145,16 +145,16 @@ def test_a_compiled_model_scores_the_same_and_one_that_cannot_be_compiled_runs_a
     monkeypatch.setattr("torch.compile", lambda model, options: compiles(model, backend="eager"))
     cfg = composed([*TINY, f"store.root={store}", "evaluation_compile=true"])[0]
     run = Run(cfg, tmp_path, {"optimizer": "adamw"})
-    model = run.model_to_score("digits")
+    model = run.find_model_to_score("digits")
     assert model is not run.model
-    assert run.model_to_score("latin") is model
+    assert run.find_model_to_score("latin") is model
     run.model.load_state_dict({n: t + 0.01 for n, t in run.base_state.items()})
     values = [score(each, run.make_objective("digits"), "test").predictions for each in (model, run.model)]
     assert values[0] == values[1]
 
     monkeypatch.setattr("torch.compile", lambda model, options: compiles(model, backend="no_such_backend"))
     run = Run(cfg, tmp_path, {"optimizer": "adamw"})
-    assert run.model_to_score("digits") is run.model
+    assert run.find_model_to_score("digits") is run.model
     assert "evaluation_compile: the model cannot" in caplog.text
 
 
@@ -163,7 +163,7 @@ def test_only_what_decides_an_expert_makes_a_new_one(finished, tmp_path) -> None
 
     def keys(*overrides: str) -> dict[str, str]:
         run = Run(*composed([*TINY, f"store.root={store}", *overrides])[:1], tmp_path, {"optimizer": "adamw"})
-        return {task: expert_node(run, task).key for task in run.tasks}
+        return {task: declare_expert(run, task).key for task in run.tasks}
 
     made = keys()
     assert all((store / "experts" / key).is_dir() for key in made.values())

@@ -20,7 +20,7 @@ from language import save_tiny
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.checkpoints import write_tensors
 from mergekit_lab.programs import start
-from mergekit_lab.runs.finetune import expert_node
+from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.run import Run
 from mergekit_lab.runs.store import make_card
 from mergekit_lab.store import Artifact, Store, make_key
@@ -34,7 +34,7 @@ def command(folder: Path, *overrides: str, run_of=TINY) -> None:
 def put(folder: Path, *overrides: str, run_of=TINY, task: str = "digits", state=None) -> dict:
     """An expert of this configuration; its content."""
     cfg, choices = composed([*run_of, f"store.root={folder}/store", *overrides])
-    content = expert_node(Run(cfg, folder, choices), task).content
+    content = declare_expert(Run(cfg, folder, choices), task).content
 
     def make(place):
         write_tensors(place.out / "model.safetensors", state or {"w": torch.zeros(2)})

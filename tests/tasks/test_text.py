@@ -87,7 +87,7 @@ def test_labels_may_be_numbers_as_yaml_reads_them(tmp_path) -> None:
         ({"metric": "rougel"}, "metric is 'rougel'.*'rouge_l'"),
         ({"choices": ("no", "no")}, "two or more, all different"),
         ({"parts": {"trian": "x"}}, "'trian'.*'train'"),
-        ({"sizes": {"validation": 4}}, "sizes.test must say how many"),
+        ({"sizes": {"validation": 4}}, "set sizes.test"),
         ({"source": "nowhere"}, "nowhere has no train.jsonl"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"prompt": "{text"}, r"prompt is '\{text'"),

@@ -14,7 +14,7 @@ from composing import TINY, composed
 from tiny import TinyEncoder, tiny_objective
 
 from mergekit_lab import InputError
-from mergekit_lab.runs.finetune import expert_node
+from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.training import TrainingSettings, finetune
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated")
@@ -292,7 +292,7 @@ def test_only_options_of_processes_put_their_number_into_an_expert_s_key(tmp_pat
 
     def key(*overrides: str) -> dict:
         cfg, choices = composed([*TINY, f"store.root={tmp_path}", *overrides])
-        return expert_node(Run(cfg, tmp_path, choices), "digits").content
+        return declare_expert(Run(cfg, tmp_path, choices), "digits").content
 
     two = ["trainer=ddp", "trainer.processes=2"]
     assert key() == key(*two) == key("device=[cpu,cpu]") == key("trainer=fsdp", "trainer.processes=2")

@@ -127,13 +127,13 @@ def evaluate(setting: Any, name: str, t: float, key: str) -> Any:
     if isinstance(setting, Mapping):
         setting = [setting]
     if isinstance(setting, bool | int | float | str):
-        return _number(setting, key)
+        return _read_number(setting, key)
     rule = "a number, a list of numbers, or filters"
     require(isinstance(setting, list) and bool(setting), f"the recipe's {key}", setting, rule)
     if all(isinstance(value, bool) for value in setting):
         return setting[int(t * (len(setting) - 1))]
     if all(isinstance(value, int | float | str) and not isinstance(value, bool) for value in setting):
-        setting = [_number(value, key) for value in setting]
+        setting = [_read_number(value, key) for value in setting]
         position = t * (len(setting) - 1)
         low = min(int(position), len(setting) - 1)
         high = min(low + 1, len(setting) - 1)
@@ -153,7 +153,7 @@ def evaluate(setting: Any, name: str, t: float, key: str) -> Any:
     return None
 
 
-def _number(value: bool | int | float | str, key: str) -> bool | int | float:
+def _read_number(value: bool | int | float | str, key: str) -> bool | int | float:
     """A number as it is, or from a text: YAML takes `1e-1` for one."""
     try:
         number = value if isinstance(value, bool) else float(value)

@@ -164,20 +164,20 @@ class _RecipeReader:
         """A node without its null keys, if it has no others than these."""
         if not isinstance(node, Mapping):
             raise InputError(f"{self.where}: {what} is {abbreviate(node)}; it must have keys")
-        given = {key: value for key, value in node.items() if value is not None}
-        for key in given:
+        settings = {key: value for key, value in node.items() if value is not None}
+        for key in settings:
             if key not in keys:
                 self.refuse(f"the key {abbreviate(key)} of {what}", suggest(str(key), keys))
-        return given
+        return settings
 
     def read_parameters(self, node: Mapping[str, Any], what: str) -> Mapping[str, Any]:
         """What a node sets; of parameters that mergekit does not know those that are near to one are slips."""
-        given = node.get("parameters") or {}
-        strange = {*given} - _PARAMETERS if isinstance(given, Mapping) else set()
+        parameters = node.get("parameters") or {}
+        strange = {*parameters} - _PARAMETERS if isinstance(parameters, Mapping) else set()
         idle = {key for key in strange if not get_close_matches(str(key), _PARAMETERS)}
-        given = self.check_keys(given, _PARAMETERS | idle, f"the parameters of {what}")
-        self.unused |= {str(key) for key in given} - DEFAULTS[self.merge_method].keys() - {"int8_mask"}
-        return given
+        parameters = self.check_keys(parameters, _PARAMETERS | idle, f"the parameters of {what}")
+        self.unused |= {str(key) for key in parameters} - DEFAULTS[self.merge_method].keys() - {"int8_mask"}
+        return parameters
 
     def read_list(self, node: Mapping[str, Any], key: str) -> list[Any]:
         """The list under a key; nothing there is an empty one."""
@@ -211,10 +211,10 @@ class _RecipeReader:
         return slices
 
     def read_layer_range(self, node: Mapping[str, Any]) -> tuple[int, int]:
-        given: Any = node.get("layer_range")
-        right = isinstance(given, list) and len(given) == 2 and all(str(n).isdecimal() for n in given)
-        require(right, f"{self.where}: layer_range", given, "two layers' numbers")
-        return int(given[0]), int(given[1])
+        layers: Any = node.get("layer_range")
+        is_pair = isinstance(layers, list) and len(layers) == 2 and all(str(n).isdecimal() for n in layers)
+        require(is_pair, f"{self.where}: layer_range", layers, "two layers' numbers")
+        return int(layers[0]), int(layers[1])
 
     def read_source(self, node: Any, keys: set[str], layers: tuple[int, int] = (0, -1)) -> _Source:
         self.check_keys(node, keys, "a model")
@@ -283,7 +283,7 @@ class _RecipeReader:
             dtype=None if dtype is None else str(dtype),
             embeddings=embeddings,
             tokenizer_from=tokenizer,
-            chat_template=self.chat_template(),
+            chat_template=self.read_chat_template(),
             notes=self.list_notes(),
             text=text,
             tokens=self.read_tokens([[base for base, _ in rows], *columns]) if embeddings else None,
@@ -376,7 +376,7 @@ class _RecipeReader:
         own = self.content.get("chat_template") == "auto"
         return [*unused, *(["the recipe's chat_template is the tokenizer's own"] if own else [])]
 
-    def chat_template(self) -> str | None:
+    def read_chat_template(self) -> str | None:
         template = self.content.get("chat_template")
         if template in (None, "auto"):
             return None
@@ -431,8 +431,8 @@ class _RecipeReader:
 
     def read_token(self, token: str, node: Any, positions: Mapping[str, int]) -> TokenSource:
         what = f"the token {abbreviate(token)}"
-        given = self.check_keys(node, {"source", "force"}, what)
-        source, forced, name = given.get("source"), given.get("force", False), None
+        settings = self.check_keys(node, {"source", "force"}, what)
+        source, forced, name = settings.get("source"), settings.get("force", False), None
         if source is None or type(forced) is not bool:
             raise InputError(f"{self.where}: {what} needs a source, and its force is true or false")
         if isinstance(source, Mapping) and "kind" in source:

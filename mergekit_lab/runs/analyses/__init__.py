@@ -6,8 +6,8 @@ from mergekit_lab.runs.analyses.contract import (
     Analysis,
     Drawing,
     compute_each,
-    experts_content,
-    part_content,
+    describe_experts,
+    describe_part,
 )
 from mergekit_lab.runs.analyses.distribution import EntryDistribution
 from mergekit_lab.runs.analyses.paths import AlphaSweep, HessianPath, JointTaskLinearity, LossBarrier
@@ -34,6 +34,6 @@ __all__ = [
     "RankSweep",
     "TaskVectors",
     "compute_each",
-    "experts_content",
-    "part_content",
+    "describe_experts",
+    "describe_part",
 ]

@@ -11,10 +11,10 @@ from annotated_types import Gt, Le, MinLen
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.reporting.figures import Lines
-from mergekit_lab.runs.analyses.contract import Count, Data, Drawing, compute_each, without
+from mergekit_lab.runs.analyses.contract import Count, Data, Drawing, compute_each, say_left_out
 from mergekit_lab.runs.analyses.sweeps import Sweep, draw_best, merge_keys, score_experts
-from mergekit_lab.runs.curvature import side_node, stage_curvature
-from mergekit_lab.runs.finetune import expert_node, stage_finetune
+from mergekit_lab.runs.curvature import declare_side_input, stage_curvature
+from mergekit_lab.runs.finetune import declare_expert, stage_finetune
 from mergekit_lab.runs.run import Run
 from mergekit_lab.tasks import Part
 
@@ -60,10 +60,10 @@ class FisherFraction(Sweep):
     def _vary(self, run: Run, fraction: float) -> Run:
         return run.vary({"curvature": {"samples": None, "fraction": fraction, "batch": self.batch}})
 
-    def content(self, run: Run) -> dict[str, Any]:
+    def describe_content(self, run: Run) -> dict[str, Any]:
         labels = self._list_labels(run)
         merges = [[f, merge_keys(self._vary(run, f), labels)] for f in self.fractions]
-        return self.shared_content(run, "fisher_fraction") | {"merges": merges}
+        return self.describe_shared(run, "fisher_fraction") | {"merges": merges}
 
     def compute(self, run: Run, resume: Path) -> Data:
         own = score_experts(run, self.part, self.samples)
@@ -71,7 +71,7 @@ class FisherFraction(Sweep):
         def compute(cell: tuple[str, float]) -> Data:
             label, fraction = cell
             with closing(self._vary(run, fraction)) as variant:
-                fishers = [variant.obtain(side_node(variant, "fisher", task)) for task in run.tasks]
+                fishers = [variant.obtain(declare_side_input(variant, "fisher", task)) for task in run.tasks]
                 best = self.find_best(variant, variant.mergers[label].method, own)
             return {
                 "merger": label,
@@ -114,10 +114,12 @@ class FinetuningSteps(Sweep):
             {"training": {"steps": scaled.steps, "warmup_steps": scaled.warmup_steps}, "joint": False}
         )
 
-    def content(self, run: Run) -> dict[str, Any]:
+    def describe_content(self, run: Run) -> dict[str, Any]:
         variants = [self._vary(run, share) for share in self.shares]
-        trainings = [[{t: expert_node(v, t).key for t in v.tasks}, merge_keys(v, v.mergers)] for v in variants]
-        return self.shared_content(run, "steps") | {"trainings": trainings}
+        trainings = [
+            [{t: declare_expert(v, t).key for t in v.tasks}, merge_keys(v, v.mergers)] for v in variants
+        ]
+        return self.describe_shared(run, "steps") | {"trainings": trainings}
 
     def compute(self, run: Run, resume: Path) -> Data:
         def compute(share: float) -> Data:
@@ -136,7 +138,7 @@ class FinetuningSteps(Sweep):
         steps = [point["steps"] for point in points]
         mean = [100 * sum(p["experts"].values()) / len(p["experts"]) for p in points]
 
-        def curves(of: str) -> dict[str, Any]:
+        def make_curves(of: str) -> dict[str, Any]:
             return {m: (steps, [100 * p["mergers"][m][of] for p in points]) for m in points[0]["mergers"]}
 
         single = {task: (steps, [100 * p["experts"][task] for p in points]) for task in points[0]["experts"]}
@@ -145,20 +147,20 @@ class FinetuningSteps(Sweep):
                 "mean over tasks",
                 "steps",
                 "value (%)",
-                {"experts": (steps, mean), **curves("value")},
+                {"experts": (steps, mean), **make_curves("value")},
                 mergers=True,
             ),
             Lines("experts by task", "steps", "value (%)", single),
         ]
         if points[0]["mergers"]:
             best = [each for point in points for each in point["mergers"].values()]
-            left_out = without(task for each in best for task in each.get("left_out", ()))
+            left_out = say_left_out(task for each in best for task in each.get("left_out", ()))
             panels.append(
                 Lines(
                     f"merged{left_out}",
                     "steps",
                     "value (% of the experts')",
-                    curves("normalized"),
+                    make_curves("normalized"),
                     mergers=True,
                 )
             )

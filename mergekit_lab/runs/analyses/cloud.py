@@ -19,10 +19,10 @@ from mergekit_lab.runs.analyses.contract import (
     Data,
     Drawing,
     compute_each,
-    experts_content,
+    describe_experts,
+    describe_part,
     make_grid,
     make_plane_panel,
-    part_content,
     read_states,
     take_samples_of,
 )
@@ -49,15 +49,15 @@ class ExpertCloud(Analysis):
     part: Part = "validation"
     samples: Count | None = 1000
 
-    def content(self, run: Run) -> dict[str, Any]:
+    def describe_content(self, run: Run) -> dict[str, Any]:
         if len(run.tasks) < 3:
             raise InputError("analysis=cloud needs at least three experts")
         return {
             "analysis": "cloud",
             "points": self.points,
             "margin": self.margin,
-            **part_content(run, self.part, self.samples),
-            **experts_content(run, run.tasks),
+            **describe_part(run, self.part, self.samples),
+            **describe_experts(run, run.tasks),
         }
 
     def compute(self, run: Run, resume: Path) -> Data:

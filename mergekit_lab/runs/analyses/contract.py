@@ -1,7 +1,7 @@
 """What an analysis is, and what all of them read.
 
-An analysis is a frozen dataclass: its fields are its settings. `content` names its result in the store,
-`compute` makes it, `draw` makes figures of it, which can be drawn again from the stored numbers.
+An analysis is a frozen dataclass: its fields are its settings. `describe_content` names its result in the
+store, `compute` makes it, `draw` makes figures of it, which can be drawn again from the stored numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mergekit_lab.analysis.plane import Sample
 from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.kept_results import Cell, keep_results
 from mergekit_lab.reporting.figures import Panel, Plane
-from mergekit_lab.runs.finetune import expert_node
+from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.run import Run, load_state
 from mergekit_lab.tasks import Part
 
@@ -42,7 +42,7 @@ class Drawing:
 class Analysis:
     """Base of all analyses. The types of the fields say which values a configuration may give."""
 
-    def content(self, run: Run) -> dict[str, Any]:
+    def describe_content(self, run: Run) -> dict[str, Any]:
         """Everything that decides the numbers, and nothing else."""
         raise NotImplementedError
 
@@ -59,14 +59,14 @@ class Analysis:
         raise NotImplementedError
 
 
-def experts_content(run: Run, tasks: Iterable[str]) -> dict[str, Any]:
+def describe_experts(run: Run, tasks: Iterable[str]) -> dict[str, Any]:
     """What names these experts and their base."""
-    return {"base": run.base_content, "experts": {task: expert_node(run, task).key for task in tasks}}
+    return {"base": run.base_content, "experts": {task: declare_expert(run, task).key for task in tasks}}
 
 
 def read_states(run: Run, tasks: Iterable[str]) -> dict[str, dict[str, Tensor]]:
     """The experts' weights, on the CPU."""
-    return {task: load_state(run.need(expert_node(run, task))) for task in tasks}
+    return {task: load_state(run.need(declare_expert(run, task))) for task in tasks}
 
 
 def subtract(end: Tensor, start: Tensor) -> Tensor:
@@ -81,18 +81,18 @@ def sample(run: Run, task: str, part: Part, samples: int | None) -> Sample:
     return Sample(objective, part, order[:samples])
 
 
-def scores_content(run: Run, tasks: Iterable[str]) -> dict[str, Any]:
+def describe_scores(run: Run, tasks: Iterable[str]) -> dict[str, Any]:
     """What names the data of these tasks, and how they are scored."""
     names = list(tasks)
-    how = {task: {"metric": run.tasks[task].metric, **run.scoring_content(task)} for task in names}
-    return {"data": run.data_content(names), "scores": how}
+    how = {task: {"metric": run.tasks[task].metric, **run.describe_scoring(task)} for task in names}
+    return {"data": run.describe_data(names), "scores": how}
 
 
-def part_content(
+def describe_part(
     run: Run, part: Part, samples: int | None, tasks: Iterable[str] | None = None
 ) -> dict[str, Any]:
     """What names the samples that `sample` gives of these tasks, by default of all."""
-    content = scores_content(run, run.tasks if tasks is None else tasks)
+    content = describe_scores(run, run.tasks if tasks is None else tasks)
     return content | {"part": part, "samples": samples, "seed": run.seed}
 
 
@@ -161,7 +161,7 @@ def normalize_mean(
     return [sum(point) / len(point) for point in zip(*shares, strict=True)], out
 
 
-def without(left_out: Iterable[str]) -> str:
+def say_left_out(left_out: Iterable[str]) -> str:
     """What a title adds for tasks that `normalized` leaves out."""
     names = sorted(set(left_out))
     return f", without {join_names(names)} (experts at 0)" if names else ""

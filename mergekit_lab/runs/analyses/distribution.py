@@ -19,7 +19,7 @@ from mergekit_lab.runs.analyses.contract import (
     Data,
     Drawing,
     compute_each,
-    experts_content,
+    describe_experts,
     read_states,
     subtract,
 )
@@ -43,13 +43,13 @@ class EntryDistribution(Analysis):
     bins: Annotated[int, Ge(2)] = 101
     share: Annotated[float, Gt(0), Le(1)] = 0.99
 
-    def content(self, run: Run) -> dict[str, Any]:
+    def describe_content(self, run: Run) -> dict[str, Any]:
         return {
             "analysis": "distribution",
             "arithmetic": "float32",
             "bins": self.bins,
             "share": self.share,
-            **experts_content(run, run.tasks),
+            **describe_experts(run, run.tasks),
         }
 
     def compute(self, run: Run, resume: Path) -> Data:

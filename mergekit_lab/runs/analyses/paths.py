@@ -22,19 +22,19 @@ from mergekit_lab.runs.analyses.contract import (
     check_tasks,
     choose_pairs,
     compute_each,
-    experts_content,
+    describe_experts,
+    describe_part,
+    describe_scores,
     make_grid,
     normalize_mean,
-    part_content,
     read_states,
     sample,
-    scores_content,
+    say_left_out,
     take_samples_of,
-    without,
 )
 from mergekit_lab.runs.analyses.sweeps import list_scaled_mergers, merge_keys, score_experts
 from mergekit_lab.runs.combine import merge_experts
-from mergekit_lab.runs.merge import merged_node
+from mergekit_lab.runs.merge import declare_merged
 from mergekit_lab.runs.run import Run, load_state
 from mergekit_lab.tasks import Part
 
@@ -55,7 +55,7 @@ class AlphaSweep(Analysis):
     part: Part = "validation"
     samples: Count | None = None
 
-    def content(self, run: Run) -> dict[str, Any]:
+    def describe_content(self, run: Run) -> dict[str, Any]:
         swept = list_scaled_mergers(run)
         if not swept:
             raise InputError("no merger of this run has a coefficient to sweep: set merger=task_arithmetic")
@@ -63,7 +63,7 @@ class AlphaSweep(Analysis):
             "analysis": "alpha_sweep",
             "alphas": make_grid(self.low, self.high, self.points),
             "mergers": merge_keys(run, swept),
-            **part_content(run, self.part, self.samples),
+            **describe_part(run, self.part, self.samples),
         }
 
     def compute(self, run: Run, resume: Path) -> Data:
@@ -73,7 +73,7 @@ class AlphaSweep(Analysis):
         own = score_experts(run, self.part, self.samples)
 
         def compute(label: str) -> Any:
-            unit = merge_experts(run, run.mergers[label].method.at(1.0))
+            unit = merge_experts(run, run.mergers[label].method.with_coefficient(1.0))
             weights = Weights(run.model, run.base_state, {label: unit})
             return evaluate_line(run.model, weights, label, alphas, chosen, size)
 
@@ -89,7 +89,7 @@ class AlphaSweep(Analysis):
             shares, left_out = normalize_mean(values, data["experts"])
             curves[label] = (alphas, [100 * share for share in shares])
         panels: list[Any] = [
-            Lines(f"all tasks{without(left_out)}", "α", "value (% of the experts')", curves, mergers=True)
+            Lines(f"all tasks{say_left_out(left_out)}", "α", "value (% of the experts')", curves, mergers=True)
         ]
         for label, tasks in data["mergers"].items():
             each = {t: (alphas, [100 * v for v in scores["value"]]) for t, scores in tasks.items()}
@@ -113,7 +113,7 @@ class LossBarrier(Analysis):
     part: Part = "validation"
     samples: Count | None = None
 
-    def _label(self, run: Run) -> str:
+    def _find_label(self, run: Run) -> str:
         if not run.mergers:
             raise InputError("a loss barrier starts at a merged model: set merger=NAME")
         label = self.merger or next(iter(run.mergers))
@@ -121,18 +121,18 @@ class LossBarrier(Analysis):
             raise InputError(f"analysis.merger is {label!r}; this run has {', '.join(run.mergers)}")
         return label
 
-    def content(self, run: Run) -> dict[str, Any]:
+    def describe_content(self, run: Run) -> dict[str, Any]:
         return {
             "analysis": "barrier",
             "shares": make_grid(0.0, 1.0, self.points),
-            "merged": merged_node(run, self._label(run)).key,
-            **part_content(run, self.part, self.samples),
-            **experts_content(run, run.tasks),
+            "merged": declare_merged(run, self._find_label(run)).key,
+            **describe_part(run, self.part, self.samples),
+            **describe_experts(run, run.tasks),
         }
 
     def compute(self, run: Run, resume: Path) -> Data:
-        label, shares = self._label(run), make_grid(0.0, 1.0, self.points)
-        start = load_state(run.need(merged_node(run, label)))
+        label, shares = self._find_label(run), make_grid(0.0, 1.0, self.points)
+        start = load_state(run.need(declare_merged(run, label)))
 
         def compute(task: str) -> Any:
             weights = Weights(run.model, start, read_states(run, [task]))
@@ -178,7 +178,7 @@ class HessianPath(Analysis):
         check_tasks(run, names, "analysis.tasks")
         return names
 
-    def content(self, run: Run) -> dict[str, Any]:
+    def describe_content(self, run: Run) -> dict[str, Any]:
         names = self._list_tasks(run)
         return {
             "analysis": "hessian",
@@ -186,9 +186,9 @@ class HessianPath(Analysis):
             "samples": self.samples,
             "lanczos": [self.iterations, self.tolerance],
             "products": self.products,
-            **scores_content(run, names),
+            **describe_scores(run, names),
             "seed": run.seed,
-            **experts_content(run, names),
+            **describe_experts(run, names),
         }
 
     def compute(self, run: Run, resume: Path) -> Data:
@@ -198,13 +198,13 @@ class HessianPath(Analysis):
         def compute(cell: tuple[str, float]) -> Data:
             task, at = cell
             weights.move({task: at})
-            return {"task": task, "at": at, **self._point(run, task)}
+            return {"task": task, "at": at, **self._measure_point(run, task)}
 
         cells = [(task, at) for task in names for at in shares]
         points = compute_each(run, cells, compute, resume / "cells.jsonl", "Hessian")
         return {"shares": shares, "points": list(points.values())}
 
-    def _point(self, run: Run, task: str) -> Data:
+    def _measure_point(self, run: Run, task: str) -> Data:
         chosen = sample(run, task, "train", self.samples)
         objective = chosen.objective
         batches = [
@@ -267,13 +267,13 @@ class JointTaskLinearity(Analysis):
     part: Part = "validation"
     samples: Count | None = None
 
-    def content(self, run: Run) -> dict[str, Any]:
+    def describe_content(self, run: Run) -> dict[str, Any]:
         return {
             "analysis": "jtl",
             "pairs": choose_pairs(run, self.pairs, default=None),
             "alphas": make_grid(0.0, 1.0, self.points),
-            **part_content(run, self.part, self.samples),
-            **experts_content(run, run.tasks),
+            **describe_part(run, self.part, self.samples),
+            **describe_experts(run, run.tasks),
         }
 
     def compute(self, run: Run, resume: Path) -> Data:
@@ -295,7 +295,7 @@ class JointTaskLinearity(Analysis):
         return {"alphas": alphas, "pairs": list(pairs.values())}
 
     def draw(self, data: Data) -> Drawing:
-        def curves(of: str) -> dict[str, Any]:
+        def make_curves(of: str) -> dict[str, Any]:
             return {" → ".join(reversed(e["pair"])): (data["alphas"], e[of]) for e in data["pairs"]}
 
         panels: list[Any] = [
@@ -303,9 +303,9 @@ class JointTaskLinearity(Analysis):
                 "joint loss",
                 "α of the first expert",
                 "loss of both tasks (nats)",
-                curves("loss"),
+                make_curves("loss"),
                 logarithmic=True,
             ),
-            Lines("above the straight line", "α of the first expert", "δ (nats)", curves("delta")),
+            Lines("above the straight line", "α of the first expert", "δ (nats)", make_curves("delta")),
         ]
         return Drawing(f"Joint-task loss linearity on {self.part}", panels, {})

@@ -19,10 +19,10 @@ from mergekit_lab.runs.analyses.contract import (
     Drawing,
     choose_pairs,
     compute_each,
-    experts_content,
+    describe_experts,
+    describe_part,
     make_grid,
     make_plane_panel,
-    part_content,
     read_states,
     take_samples_of,
 )
@@ -60,7 +60,7 @@ class _OnPlane(Analysis):
             fit = len(self.box) == 2 and self.box[0] < self.box[1]
             require(fit, "analysis.box", self.box, "[low, high] with numbers low < high, or null")
 
-    def content(self, run: Run) -> dict[str, Any]:
+    def describe_content(self, run: Run) -> dict[str, Any]:
         pairs = choose_pairs(run, self.pairs, default=1)
         used = dict.fromkeys(task for pair in pairs for task in pair)
         everything = self.tasks == "all" or self.others != 0
@@ -71,12 +71,12 @@ class _OnPlane(Analysis):
             "alphas": make_grid(self.low, self.high, self.points),
             "others": self.others,
             "tasks": self.tasks,
-            **part_content(run, self.part, self.samples, names),
-            **experts_content(run, names),
+            **describe_part(run, self.part, self.samples, names),
+            **describe_experts(run, names),
         }
 
     def compute(self, run: Run, resume: Path) -> Data:
-        content = self.content(run)
+        content = self.describe_content(run)
         ends = read_states(run, content["experts"])
         weights = Weights(run.model, run.base_state, ends)
         chosen = take_samples_of(run, self.part, self.samples, content["data"])
@@ -100,12 +100,12 @@ class _OnPlane(Analysis):
         """All rows of a plane; those that an earlier try left are not computed again."""
         rows: Iterator[Row] | None = None
 
-        def next_row(i: int) -> Row:
+        def compute_next_row(i: int) -> Row:
             nonlocal rows
             rows = rows or compute(start=i)
             return next(rows)
 
-        return list(compute_each(run, range(self.points), next_row, file, title).values())
+        return list(compute_each(run, range(self.points), compute_next_row, file, title).values())
 
     def _make_drawing(self, title: str, data: Data, panels: list[Any]) -> Drawing:
         names = data["pairs"][0]["pair"] if len(data["pairs"]) == 1 else ["first", "second"]

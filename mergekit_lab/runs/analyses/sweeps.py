@@ -22,14 +22,14 @@ from mergekit_lab.runs.analyses.contract import (
     Data,
     Drawing,
     compute_each,
-    experts_content,
+    describe_experts,
+    describe_part,
     normalize_mean,
-    part_content,
     read_states,
+    say_left_out,
     take_samples_of,
-    without,
 )
-from mergekit_lab.runs.combine import merge_content, merge_experts
+from mergekit_lab.runs.combine import describe_merge, merge_experts
 from mergekit_lab.runs.mergers import Merger
 from mergekit_lab.runs.run import Run
 from mergekit_lab.store import make_key
@@ -53,18 +53,18 @@ class Sweep(Analysis):
     part: Part = "validation"
     samples: Count | None = None
 
-    def shared_content(self, run: Run, name: str) -> dict[str, Any]:
+    def describe_shared(self, run: Run, name: str) -> dict[str, Any]:
         """Settings that decide numbers, besides what is merged."""
         return {
             "analysis": name,
             "coefficients": list(self.coefficients),
-            **part_content(run, self.part, self.samples),
+            **describe_part(run, self.part, self.samples),
         }
 
-    def _content(self, run: Run, mergers: dict[str, Merger]) -> dict[str, Any]:
+    def _describe(self, run: Run, mergers: dict[str, Merger]) -> dict[str, Any]:
         if not mergers:
             raise InputError(f"no merger of this run can be swept by {type(self).__name__}: set merger=tsvm")
-        return self.shared_content(run, type(self).__name__) | {"mergers": merge_keys(run, mergers)}
+        return self.describe_shared(run, type(self).__name__) | {"mergers": merge_keys(run, mergers)}
 
     def find_best(
         self,
@@ -83,9 +83,9 @@ class Sweep(Analysis):
             tasks: whose experts are merged, and evaluated on; all by default.
         """
         tasks = list(run.tasks) if tasks is None else list(tasks)
-        has_one = type(method).at is not Method.at
+        has_one = type(method).with_coefficient is not Method.with_coefficient
         grid = self.coefficients if has_one else (1.0,)
-        unit = merge_experts(run, method.at(1.0) if has_one else method, tasks)
+        unit = merge_experts(run, method.with_coefficient(1.0) if has_one else method, tasks)
         chosen = take_samples_of(run, self.part, self.samples, tasks)
         weights = Weights(run.model, run.base_state, {"merged": unit})
         scores = evaluate_line(run.model, weights, "merged", grid, chosen, run.cfg.evaluation_batch_size)
@@ -115,7 +115,7 @@ def score_experts(run: Run, part: Part, samples: int | None) -> dict[str, float]
 
 def merge_keys(run: Run, labels: Iterable[str]) -> dict[str, str]:
     """What names the merges of the run's experts by these mergers, whatever their coefficients."""
-    return {label: make_key(merge_content(run, run.mergers[label])) for label in labels}
+    return {label: make_key(describe_merge(run, run.mergers[label])) for label in labels}
 
 
 def list_scaled_mergers(run: Run) -> dict[str, Merger]:
@@ -136,8 +136,8 @@ class RankSweep(Sweep):
     def _list_mergers(self, run: Run) -> dict[str, Merger]:
         return {label: m for label, m in run.mergers.items() if hasattr(m.method, "rank")}
 
-    def content(self, run: Run) -> dict[str, Any]:
-        return self._content(run, self._list_mergers(run)) | {"ranks": list(self.ranks)}
+    def describe_content(self, run: Run) -> dict[str, Any]:
+        return self._describe(run, self._list_mergers(run)) | {"ranks": list(self.ranks)}
 
     def compute(self, run: Run, resume: Path) -> Data:
         own = score_experts(run, self.part, self.samples)
@@ -168,9 +168,9 @@ class ExpertCount(Sweep):
 
     groups: Annotated[int, Ge(0)] = 3
 
-    def content(self, run: Run) -> dict[str, Any]:
-        content = self._content(run, list_scaled_mergers(run))
-        return content | {"groups": self.groups, **experts_content(run, run.tasks)}
+    def describe_content(self, run: Run) -> dict[str, Any]:
+        content = self._describe(run, list_scaled_mergers(run))
+        return content | {"groups": self.groups, **describe_experts(run, run.tasks)}
 
     def _list_groups(self, run: Run) -> list[list[str]]:
         names = list(run.tasks)
@@ -214,7 +214,7 @@ def draw_best(
     for point in points:
         values.setdefault(point["merger"], {}).setdefault(point[key], []).append(point)
 
-    def curve(of: str, factor: float) -> dict[str, tuple[list[float], list[float]]]:
+    def make_curve(of: str, factor: float) -> dict[str, tuple[list[float], list[float]]]:
         return {
             label: (list(points_at), [factor * _average([p[of] for p in at]) for at in points_at.values()])
             for label, points_at in values.items()
@@ -227,14 +227,20 @@ def draw_best(
             if any(len(at) > 1 for at in points_at.values())
         }
 
-    left_out = without(task for point in points for task in point.get("left_out", ()))
+    left_out = say_left_out(task for point in points for task in point.get("left_out", ()))
     shown = (
         (f"best coefficient, {part}{left_out}", "value (% of the experts')", "normalized", 100.0),
         ("the coefficient", "α", "coefficient", 1.0),
     )
     panels: list[Any] = [
         Lines(
-            name, x, y, curve(of, factor), logarithmic_x=logarithmic, mergers=True, spreads=spread(of, factor)
+            name,
+            x,
+            y,
+            make_curve(of, factor),
+            logarithmic_x=logarithmic,
+            mergers=True,
+            spreads=spread(of, factor),
         )
         for name, y, of, factor in shown
     ]
@@ -281,13 +287,13 @@ class CurvatureGain(Analysis):
             raise InputError(f"analysis.merger is {label!r}, which is not an EpiMer of this run{near}")
         return known[label]
 
-    def content(self, run: Run) -> dict[str, Any]:
+    def describe_content(self, run: Run) -> dict[str, Any]:
         merger = self._find_merger(run)
         return {
             "analysis": "curvature_gain",
-            "merge": make_key(merge_content(run, merger)),
+            "merge": make_key(describe_merge(run, merger)),
             "coefficient": self.coefficient,
-            **part_content(run, self.part, self.samples),
+            **describe_part(run, self.part, self.samples),
         }
 
     def compute(self, run: Run, resume: Path) -> Data:
@@ -298,7 +304,7 @@ class CurvatureGain(Analysis):
 
         def compute(name: str) -> Data:
             notes: dict[str, dict[str, Any]] = {}
-            unit = merge_experts(run, methods[name].at(1.0), notes=notes)
+            unit = merge_experts(run, methods[name].with_coefficient(1.0), notes=notes)
             weights = Weights(run.model, run.base_state, {name: unit})
             size = run.cfg.evaluation_batch_size
             scores = evaluate_line(run.model, weights, name, [self.coefficient], chosen, size)

@@ -12,7 +12,7 @@ from annotated_types import MinLen
 from torch import Tensor
 
 from mergekit_lab.analysis import Interference, measure_layers
-from mergekit_lab.analysis.interference import sums_to_json
+from mergekit_lab.analysis.interference import encode_sums
 from mergekit_lab.analysis.plane import Weights, cross_task_linearity, find_blocks
 from mergekit_lab.merging import TaskArithmetic
 from mergekit_lab.merging.inputs import open_inputs
@@ -25,8 +25,8 @@ from mergekit_lab.runs.analyses.contract import (
     Drawing,
     choose_pairs,
     compute_each,
-    experts_content,
-    part_content,
+    describe_experts,
+    describe_part,
     read_states,
     subtract,
     take_samples_of,
@@ -50,13 +50,13 @@ class TaskVectors(Analysis):
     rank: Count = 16
     values: Count = 64
 
-    def content(self, run: Run) -> dict[str, Any]:
+    def describe_content(self, run: Run) -> dict[str, Any]:
         return {
             "analysis": "task_vectors",
             "arithmetic": "float32",
             "rank": self.rank,
             "values": self.values,
-            **experts_content(run, run.tasks),
+            **describe_experts(run, run.tasks),
         }
 
     def compute(self, run: Run, resume: Path) -> Data:
@@ -68,7 +68,7 @@ class TaskVectors(Analysis):
             for layer, traces in measure_layers(inputs, rank=self.rank, device=run.device):
                 interference.add(layer, traces)
             layers = [layer.to_json() for layer in interference.layers]
-            overall = sums_to_json(interference.total)
+            overall = encode_sums(interference.total)
             return {"overall": overall, "base_norm": interference.base_norm, "layers": layers}
 
         def measure(task: str) -> Data:
@@ -154,7 +154,7 @@ class CrossTaskLinearity(Analysis):
     part: Part = "validation"
     samples: Count | None = 256
 
-    def content(self, run: Run) -> dict[str, Any]:
+    def describe_content(self, run: Run) -> dict[str, Any]:
         pairs = choose_pairs(run, self.pairs, default=None)
         names = list(dict.fromkeys(task for pair in pairs for task in pair))
         return {
@@ -162,8 +162,8 @@ class CrossTaskLinearity(Analysis):
             "features": "unpadded",
             "pairs": pairs,
             "coefficient": self.coefficient,
-            **part_content(run, self.part, self.samples, names),
-            **experts_content(run, names),
+            **describe_part(run, self.part, self.samples, names),
+            **describe_experts(run, names),
         }
 
     def compute(self, run: Run, resume: Path) -> Data:
