@@ -45,8 +45,7 @@ def refuse_missing(*configs: DictConfig) -> None:
         listed = "\n".join(f"  {line}" for line in lines)
         what = "run" if len(configs) == 1 else "sweep"
         message = (
-            f"{len(lines)} things that this {what} needs are missing, and the hub cannot be reached "
-            f"({cause}):\n"
+            f"{len(lines)} missing for this {what}, and the hub cannot be reached ({cause}):\n"
             f"{listed}\nWith a network, run the same command with stage=fetch fetch_to=FOLDER, "
             "copy FOLDER here, and add what FOLDER/USE.txt says. Without any download: "
             "python -m mergekit_lab +experiment=quickstart"

@@ -61,7 +61,7 @@ def test_a_job_whose_weights_cannot_be_had_keeps_no_other_from_being_planned(
     sweeper, fixed = sweeper_of(tmp_path)
     jobs = sweeper.list_jobs([*fixed, "backbone=clip_vit_b32,glyph_clip"])
     assert list(sweeper.make_runs(jobs)) == [1]
-    assert "refused: 1 things this" in caplog.text
+    assert "refused: 1 missing" in caplog.text
 
 
 @pytest.fixture

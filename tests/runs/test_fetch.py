@@ -181,7 +181,7 @@ def test_what_is_wrong_is_listed_with_what_is_missing(online, tmp_path, monkeypa
     wrong = ["sources.eurosat=/no/data", "backbone.weights=/no/weights.pt", "experts=/no/experts"]
     cfg = composed([*(part for part in RUN if part != "~suite.tasks.dtd"), *wrong])[0]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(InputError, match="4 things this run needs") as told:
+    with pytest.raises(InputError, match="4 missing for this run") as told:
         start(cfg, tmp_path / "run", {}, [])
     for name in ("tanganke/dtd", "/no/data", "/no/weights.pt", "/no/experts"):
         assert str(told.value).count(name) == 1

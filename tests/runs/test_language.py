@@ -121,7 +121,7 @@ def test_epochs_may_name_tasks_that_are_left_out_but_no_slip(folders, tmp_path) 
     [
         (
             ["training.batch_size=6", "training.accumulate=2"],
-            "training.batch_size.*of 4 for",
+            "training.batch_size.*of 4 ",
         ),
         (["training.batch_size=1"], "share 1 samples"),
         (

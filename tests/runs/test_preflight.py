@@ -344,7 +344,7 @@ runpy.run_module("mergekit_lab", run_name="__main__", alter_sys=True)
 
 def test_without_a_network_a_run_says_within_seconds_what_is_missing(tmp_path) -> None:
     said = without_a_network("vit_b32_saft", tmp_path)
-    assert "9 things" in said
+    assert "9 missing" in said
     assert "HF_HUB_OFFLINE" in said
     assert "cars: data set tanganke/stanford_cars" in said
     assert "weights 'openai' of ViT-B-32-quickgelu" in said
@@ -355,7 +355,7 @@ def test_without_a_network_a_run_says_within_seconds_what_is_missing(tmp_path) -
 
 def test_without_a_network_a_sweep_says_it_once_for_all_jobs_before_the_first(tmp_path) -> None:
     said = without_a_network("epimer_table6", tmp_path)
-    assert said.count("35 things") == 1  # data, and weights and experts of three
+    assert said.count("35 missing") == 1  # data, and weights and experts of three
     assert said.count("+experiment=quickstart") == 1
     assert not (tmp_path / "run").exists()
 
@@ -367,6 +367,6 @@ def test_a_sweep_goes_on_while_one_job_lacks_nothing(data, tmp_path, monkeypatch
     lacking = [composed([*ONE_TASK, f"backbone={name}"])[0] for name in ("clip_vit_b32", "clip_vit_b16")]
     here = composed([*ONE_TASK, f"data_root={data}", "backbone=glyph_clip"])[0]
     refuse_missing(here, *lacking)
-    assert "refused: 3 things this" in caplog.text
-    with pytest.raises(InputError, match="3 things"):
+    assert "refused: 3 missing" in caplog.text
+    with pytest.raises(InputError, match="3 missing"):
         refuse_missing(*lacking)
