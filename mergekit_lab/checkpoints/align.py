@@ -69,8 +69,8 @@ def align(
     Raises:
         InputError: a weight that the base ties, and that is merged, has two values in the expert.
     """
-    expert = _bring_to_the_bases_layout(base, _rename(base, expert, say), expert, say)
-    expert = _add_the_bases_buffers(base, expert, say)
+    expert = _use_base_layout(base, _rename(base, expert, say), expert, say)
+    expert = _add_base_buffers(base, expert, say)
     expert = _drop_second_names(base, expert, read, say, is_merged)
     return _add_second_names(base, expert, read, say)
 
@@ -197,9 +197,7 @@ def cut_at_dots(name: str) -> list[tuple[str, str]]:
     return [(name[: dot.end()], name[dot.end() :]) for dot in re.finditer(r"\.", name)]
 
 
-def _bring_to_the_bases_layout(
-    base: Checkpoint, renamed: Checkpoint, expert: Checkpoint, say: Say
-) -> Checkpoint:
+def _use_base_layout(base: Checkpoint, renamed: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
     """The expert under the names of the base's files, or of its model in memory, where one has the former and
     the other the latter; the stacks of a mixture's experts in the base's pieces, or the other way round."""
     lacking = len(base.keys() - renamed.keys())
@@ -230,7 +228,7 @@ def _make_reader(checkpoint: Checkpoint, name: str) -> Callable[[], Tensor]:
     return lambda: checkpoint[name]
 
 
-def _add_the_bases_buffers(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
+def _add_base_buffers(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
     buffers = list_computed_buffers(base)
     extra = [name for name in list_computed_buffers(expert) if name not in base]
     if not buffers and not extra:

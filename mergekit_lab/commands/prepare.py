@@ -39,7 +39,7 @@ from mergekit_lab.checkpoints.libraries import find_weights
 from mergekit_lab.checkpoints.model_files import find_tokenizer_files
 from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.commands.prepared import Adapter, Arranged, Prepared
-from mergekit_lab.commands.sources import name_sources, refuse_absent, shorten_path
+from mergekit_lab.commands.sources import name_by_folder, refuse_absent, shorten_path
 from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.merging import Method, inputs, resolve_device
 from mergekit_lab.merging.devices import Devices, parse_devices
@@ -80,7 +80,7 @@ def prepare(
     """
     is_method = isinstance(method, Method) or (callable(method) and not isinstance(method, type))
     require(is_method, "method", method, "an instance of a merging method, as TIES()")
-    named = name_sources(experts, "experts")
+    named = name_by_folder(experts, "experts")
     if not named:
         raise InputError("there is nothing to merge: give experts=[…]")
     dtype, devices = read_dtype(dtype), parse_devices(device)

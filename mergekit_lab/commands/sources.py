@@ -47,7 +47,7 @@ def read_sources(value: Any, what: str) -> list[str] | dict[str, str]:
     return [str(path) for path in paths]
 
 
-def name_sources(sources: Any, what: str) -> dict[str, Any]:
+def name_by_folder(sources: Any, what: str) -> dict[str, Any]:
     """Inputs by name: a mapping's own names, or those of the folders, if they differ."""
     called = None
     if not isinstance(sources, str | Path | Mapping):

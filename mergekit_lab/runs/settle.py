@@ -104,12 +104,12 @@ def _is_listed(experts: Any) -> bool:
 
 def _name_checkpoints(sources: Any, key: str, tasks: Mapping[str, Any]) -> dict[str, str]:
     """Experts by the tasks that are learned; else checkpoints by given names, or by those of their folders."""
-    from mergekit_lab.commands.sources import name_sources, read_sources
+    from mergekit_lab.commands.sources import name_by_folder, read_sources
 
     read = read_sources(sources, key)
     learned = [name for name, task in tasks.items() if not str(task.get("_target_")).endswith("HarnessTask")]
     if key == "models" or not learned:
-        return name_sources(read, key)
+        return name_by_folder(read, key)
     if isinstance(read, Mapping):
         if odd := [name for name in read if name not in learned]:
             raise InputError(f"experts names {odd[0]!r}, which is not a task{suggest(odd[0], learned)}")

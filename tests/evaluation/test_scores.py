@@ -33,7 +33,7 @@ def test_evaluation_leaves_the_mode_and_gradients_alone(encoder, head) -> None:
     assert all(p.grad is None for p in encoder.parameters())
 
 
-def test_normalised_accuracy_is_the_mean_of_ratios_not_the_ratio_of_means() -> None:
+def test_normalized_accuracy_is_the_mean_of_ratios_not_the_ratio_of_means() -> None:
     assert normalize({"a": 0.5, "b": 0.4}, {"a": 1.0, "b": 0.5}) == pytest.approx((0.5 + 0.8) / 2)
 
 

@@ -165,7 +165,7 @@ def test_an_average_of_two_is_slerp_half_way_between_tensors_of_one_direction() 
     assert relative_error(merge_one(SLERP(), deltas, base), merge_one(WeightAverage(), deltas, base)) < 1e-9
 
 
-def test_fisher_refuses_what_it_cannot_normalise_and_what_overflows() -> None:
+def test_fisher_refuses_what_it_cannot_normalize_and_what_overflows() -> None:
     deltas = draw(2, 3).float()
     nothing, small, large = ({"w": torch.full((3,), value)} for value in (0.0, 1e-30, 3e38))
     with pytest.raises(InputError, match=r"fisher of 1 is 0 everywhere"):

@@ -30,7 +30,7 @@ ADAMW = BASES["adamw"]
 
 
 @every_optimizer
-def test_automatic_optimisation_gives_the_weights_of_a_plain_loop(make) -> None:
+def test_automatic_optimization_gives_the_weights_of_a_plain_loop(make) -> None:
     problem = Problem()
     fit(Lit(problem, partial(make, base=ADAMW)), 4, precision="64-true")
     assert_equal_bits(problem.weights(), train(make, "adamw", 4))

@@ -25,7 +25,7 @@ def test_a_failed_write_keeps_the_previous_file_and_leaves_no_temporary_one(tmp_
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_normalised_is_value_over_expert_value(record):
+def test_normalized_is_value_over_expert_value(record):
     assert record(value=0.6, expert_value=0.8).normalized == pytest.approx(0.75)
     assert record(expert_value=None).normalized is None
     assert record(expert_value=0.0).normalized is None

@@ -60,7 +60,7 @@ def test_markdown_of_a_small_study(record):
     )
 
 
-def test_normalised_accuracy_is_the_mean_of_ratios_not_the_ratio_of_means(record):
+def test_normalized_accuracy_is_the_mean_of_ratios_not_the_ratio_of_means(record):
     ties = row_of(build_table(small(record)), "ties")
     assert ties.normalized.mean == pytest.approx((0.6 / 0.8 + 0.3 / 0.5) / 2)
     assert ties.normalized.mean != pytest.approx((0.6 + 0.3) / (0.8 + 0.5))

@@ -43,7 +43,7 @@ def manifests(store: Path, kind: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("finetuning", FINETUNINGS)
-def test_a_run_stores_experts_of_every_parametrisation_under_the_bases_names(finetuning: str, tmp_path) -> None:
+def test_a_run_stores_experts_of_every_parametrization_under_the_bases_names(finetuning: str, tmp_path) -> None:
     overrides = ["stage=finetune", *ONLY_DIGITS, f"finetuning={finetuning}", "optimizer=asam"]
     made = go(tmp_path / "run", tmp_path / "store", *overrides)
     base, expert = BASE.make_model().state_dict(), load_state(made.need(declare_expert(made, "digits")))
@@ -81,7 +81,7 @@ def test_fishers_of_linearized_experts_have_the_bases_names(tmp_path) -> None:
     assert all(float(t.max()) > 0 for t in fisher.values())
 
 
-def test_a_parametrisation_and_its_numbers_enter_the_experts_key(tmp_path) -> None:
+def test_a_parametrization_and_its_numbers_enter_the_experts_key(tmp_path) -> None:
     cases = [[f"finetuning={f}"] for f in FINETUNINGS] + [["finetuning=lora", "finetuning.rank=4"]]
     keys = {declare_expert(context(tmp_path, tmp_path, *case), "digits").key for case in cases}
     assert len(keys) == len(cases)

@@ -110,7 +110,7 @@ def test_a_second_run_finds_everything_and_says_the_same(finished, tmp_path, mon
     assert [(r.identity, r.value) for r in again] == [(r.identity, r.value) for r in before]
 
 
-def test_the_coefficient_was_chosen_on_validation_by_normalised_accuracy(finished) -> None:
+def test_the_coefficient_was_chosen_on_validation_by_normalized_accuracy(finished) -> None:
     folder, _ = finished
     searches = json.loads((folder / "searches.json").read_text())
     assert set(searches) == {"task_arithmetic", "ties", "dare", "tsvm", "epimer"}

@@ -55,7 +55,7 @@ def run(folder, head, model, make_optimizer, settings, on_metrics=None, **traine
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_optimizer_trains_every_parametrisation_for_two_steps(kind, tmp_path, head) -> None:
+def test_every_optimizer_trains_every_parametrization_for_two_steps(kind, tmp_path, head) -> None:
     settings = TrainingSettings(steps=2, batch_size=8, lr=1e-2, weight_decay=0.1, validations=1, keep="last")
     base = Attentive().state_dict()
     for name, make in OPTIMIZERS.items():
