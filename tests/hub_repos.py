@@ -66,11 +66,11 @@ def write_repository(task: HubImages, folder: Path, seed: int = 0, sizes: dict[s
         if task.hub and "wds_" in task.hub:
             write_tar(folder / name / "0.tar", rows)
             continue
-        place = folder / (task.subset or "data")
+        file = folder / (task.subset or "data")
         half = len(rows) // 2
         for shard, some in enumerate((rows[:half], rows[half:])):
             write_parquet(
-                place / f"{name}-{shard:05}-of-00002.parquet", some, task.label_column, list(task.classes)
+                file / f"{name}-{shard:05}-of-00002.parquet", some, task.label_column, list(task.classes)
             )
     return folder
 
@@ -87,6 +87,6 @@ def write_tar(file: Path, rows: list[tuple[bytes, int]]) -> None:
 
 def write_folders(folder: Path, rows: list[tuple[bytes, int]], names: list[str]) -> None:
     for i, (picture, label) in enumerate(rows):
-        place = folder / names[label]
-        place.mkdir(parents=True, exist_ok=True)
-        (place / f"{i:03}.png").write_bytes(picture)
+        folder_of_class = folder / names[label]
+        folder_of_class.mkdir(parents=True, exist_ok=True)
+        (folder_of_class / f"{i:03}.png").write_bytes(picture)

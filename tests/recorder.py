@@ -43,9 +43,9 @@ class Recorder(TorchDispatchMode):
         with torch.no_grad(), _unsafe_preserve_version_counter(tuple(touched)):  # autograd sees no replay
             for func, args, kwargs, result in self.calls:
                 again = func(*args, **kwargs)
-                given = {_place(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+                storages = {_place(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
                 for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
-                    if isinstance(old, Tensor) and _place(old) not in given:
+                    if isinstance(old, Tensor) and _place(old) not in storages:
                         old.copy_(new)
 
 

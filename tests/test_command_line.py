@@ -31,9 +31,9 @@ from mergekit_lab.command_line import check_config_files, explain, translate
 def test_a_mistyped_name_is_one_line_with_the_nearest_one(arguments: list[str], message: str) -> None:
     with pytest.raises(HydraException) as caught:
         composed(arguments)
-    said = explain(caught.value)
-    assert re.search(message, said)
-    assert "\n" not in said
+    line = explain(caught.value)
+    assert re.search(message, line)
+    assert "\n" not in line
 
 
 @pytest.mark.parametrize(

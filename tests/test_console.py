@@ -90,17 +90,17 @@ def test_a_merge_is_finished_for_nobody_to_read_of_it(tmp_path) -> None:
     for name in ("base", "a", "b"):
         (tmp_path / name).mkdir()
         save_file({"w": torch.randn(4, 4)}, tmp_path / name / "model.safetensors")
-    given = ["+experiment=merge_checkpoints", "base=base", "experts=[a,b]", "merger=average", "out=merged"]
-    done = start_program(tmp_path, *given, "device=cpu", "run_dir=run", stdout="/dev/full").wait()
+    overrides = ["+experiment=merge_checkpoints", "base=base", "experts=[a,b]", "merger=average", "out=merged"]
+    done = start_program(tmp_path, *overrides, "device=cpu", "run_dir=run", stdout="/dev/full").wait()
     assert (done.returncode, len(done.stderr.splitlines())) == (0, 1), done.stderr
     assert (tmp_path / "merged/model.safetensors").is_file()
 
 
 @pytest.mark.slow
 def test_a_run_s_workers_finish_for_nobody_to_read_of_it(tmp_path) -> None:
-    given = [each for each in TINY if not each.startswith(("device=", "progress="))]
-    given += ["device=[cpu,cpu]", "stage=finetune", "joint=false", "run_dir=run"]
-    done = start_program(tmp_path, *given, stdout="closed pipe").wait()
+    overrides = [each for each in TINY if not each.startswith(("device=", "progress="))]
+    overrides += ["device=[cpu,cpu]", "stage=finetune", "joint=false", "run_dir=run"]
+    done = start_program(tmp_path, *overrides, stdout="closed pipe").wait()
     assert done.returncode == 0, done.stderr
     assert len(done.stderr) < 2000, done.stderr
     assert len(list((tmp_path / "store/experts").iterdir())) == 2

@@ -50,17 +50,17 @@ HEAVY = ("lightning", "transformers", "open_clip", "wandb", "hydra", "datasets",
 
 @cache
 def imports(file: Path) -> set[str]:
-    found = set()
+    modules = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= (
+            modules |= (
                 {f"{node.module}.{a.name}" for a in node.names}
                 if node.module == "mergekit_lab"
                 else {node.module}
             )
-    return found
+    return modules
 
 
 def room(path: Path) -> str:
@@ -157,8 +157,8 @@ def circles(imported: dict[str, set[str]]) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("root", [PACKAGE, *STUDIES], ids=lambda folder: folder.name)
 def test_no_modules_import_each_other_in_a_circle(root: Path) -> None:
-    found = set(circles(graph(root, PACKAGE.name if root == PACKAGE else "")))
-    assert not found, f"circles of imports: {'; '.join(' – '.join(circle) for circle in found)}"
+    cycles = set(circles(graph(root, PACKAGE.name if root == PACKAGE else "")))
+    assert not cycles, f"circles of imports: {'; '.join(' – '.join(circle) for circle in cycles)}"
 
 
 def test_a_circle_is_found_within_functions_and_by_relative_names(tmp_path: Path) -> None:

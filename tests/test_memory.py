@@ -38,10 +38,10 @@ def test_the_size_is_halved_until_it_fits(caplog) -> None:
 
 def test_the_next_size_may_be_another_than_half() -> None:
     tried: list[int] = []
-    found = fit_memory(
+    result = fit_memory(
         lambda n: crowded(4, tried)(16 // n), 1, smaller=lambda n: 2 * n if n < 16 else None, **WORDS
     )
-    assert found == ("done with 4", 4)
+    assert result == ("done with 4", 4)
     assert tried == [16, 8, 4]
 
 

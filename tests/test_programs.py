@@ -57,14 +57,14 @@ def test_the_command_line_says_which_configuration_is_read(arguments: list[str],
     assert sorted(overrides) == sorted(kept)
 
 
-@pytest.mark.parametrize("given", [["--config-dir", "mine"], ["--config-dir=mine"], ["-cd", "mine"]])
-def test_an_experiment_of_a_users_folder_may_be_for_a_command(tmp_path, monkeypatch, given) -> None:
+@pytest.mark.parametrize("options", [["--config-dir", "mine"], ["--config-dir=mine"], ["-cd", "mine"]])
+def test_an_experiment_of_a_users_folder_may_be_for_a_command(tmp_path, monkeypatch, options) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine/experiment").mkdir(parents=True)
     (tmp_path / "mine/experiment/own.yaml").write_text("# @package _global_\ncommand: merge_checkpoints\n")
-    found = translate([*given, "+experiment=own"])
-    assert "--config-name=merge_checkpoints" in found
-    assert "+experiment=own" in found
+    arguments = translate([*options, "+experiment=own"])
+    assert "--config-name=merge_checkpoints" in arguments
+    assert "+experiment=own" in arguments
 
 
 def test_a_command_that_fails_leaves_word_and_its_configuration(tmp_path) -> None:
@@ -90,8 +90,8 @@ def test_what_is_in_a_result_s_way_is_named(tmp_path, name: str) -> None:
 
 
 def test_a_variable_that_is_not_set_is_named(tmp_path) -> None:
-    given = ["base=b", "experts=[a]", "out=out", "merger=ties", "merger._target_=${oc.env:NOPE}"]
-    run = run_program(tmp_path, "+experiment=merge_checkpoints", *given)
+    arguments = ["base=b", "experts=[a]", "out=out", "merger=ties", "merger._target_=${oc.env:NOPE}"]
+    run = run_program(tmp_path, "+experiment=merge_checkpoints", *arguments)
     assert run.returncode == 1
     assert run.stderr.startswith("the configuration does not resolve: KeyError")
     refuse_unset(OmegaConf.create({"command": "diagnose", "base": "${oc.env:NOPE}", "experts": ["a"]}))

@@ -19,15 +19,15 @@ from mergekit_lab.workers import Pool, run_together, stop
 def test_jobs_that_fail_or_die_are_told_and_the_others_go_on(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    pool, told = Pool(["cuda:1", "cuda:0"]), []
+    pool, done = Pool(["cuda:1", "cuda:0"]), []
     kinds = ["fine", "wrong", "dies once", "broken", "dies", "fine too"]
     try:
-        found = pool.map(work, [(kind, str(tmp_path)) for kind in kinds], lambda n, o: told.append(n))
+        results = pool.map(work, [(kind, str(tmp_path)) for kind in kinds], lambda n, o: done.append(n))
         again = pool.map(work, [("fine", str(tmp_path))])
     finally:
         pool.close()
-    fine, wrong, once, broken, dies, too = found
-    assert sorted(told) == list(range(6))
+    fine, wrong, once, broken, dies, too = results
+    assert sorted(done) == list(range(6))
     for outcome, kind in ((fine, "fine"), (once, "dies once"), (too, "fine too"), (again[0], "fine")):
         assert outcome.error is None
         name, card, threads = outcome.value.rsplit(" ", 2)
@@ -98,14 +98,14 @@ def wait_until(done: Callable[[], bool]) -> None:
 
 
 def test_workers_end_when_their_parent_is_killed(tmp_path) -> None:
-    told = tmp_path / "worker"
+    file = tmp_path / "worker"
     lines = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
     lines += f"import jobs; jobs.employ({str(tmp_path)!r})"
     parent = start_program(tmp_path, code=lines)
     try:
-        wait_until(lambda: told.exists() and told.read_text() != "")
-        assert alive(int(told.read_text()))
+        wait_until(lambda: file.exists() and file.read_text() != "")
+        assert alive(int(file.read_text()))
     finally:
         os.kill(parent.pid, signal.SIGKILL)
         parent.wait()
-    wait_until(lambda: not alive(int(told.read_text())))
+    wait_until(lambda: not alive(int(file.read_text())))

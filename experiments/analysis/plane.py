@@ -96,15 +96,15 @@ class Bench:
     def rows(self, start: int = 0) -> dict[str, Any]:
         """The plane from row `start` on: seconds in all and a row; in the first is each vector alone."""
         begun = last = _now()
-        seconds, found = [], []
+        seconds, rows = [], []
         for row in evaluate_plane(
             self.model, self.weights, self.tasks, PAIR, self.alphas, start=start, batch_size=self.batch
         ):
             now = _now()
             seconds.append(now - last)
             last = now
-            found.append(row)
-        assert all(math.isfinite(v) for row in found for name in row for v in row[name])
+            rows.append(row)
+        assert all(math.isfinite(v) for row in rows for name in row for v in row[name])
         return {"seconds": round(last - begun, 2), "rows": [round(s, 3) for s in seconds]}
 
 

@@ -94,7 +94,7 @@ def _objective(
 
 def evaluation(backbone: OpenClip, task: Noise, device: torch.device, batch: int) -> dict[str, Any]:
     """Images a second: the forward pass alone and compiled, from files, from images on the device."""
-    found: dict[str, Any] = {"images": task.images, "batch": batch}
+    report: dict[str, Any] = {"images": task.images, "batch": batch}
     for precision in ("bfloat16", "float32"):
         objective = _objective(backbone, task, device, precision)
         model = backbone.make_model().to(device)
@@ -116,36 +116,36 @@ def evaluation(backbone: OpenClip, task: Noise, device: torch.device, batch: int
                     begun = _now()
                     score(model, objective, part, batch_size=batch)  # type: ignore[arg-type]
                     rates[name].append(task.images / (_now() - begun))
-        found[precision] = {name: [round(rate) for rate in values] for name, values in rates.items()}
-        found[precision] |= _compiled(objective, model, some, task.images // batch)
-    return found
+        report[precision] = {name: [round(rate) for rate in values] for name, values in rates.items()}
+        report[precision] |= _compiled(objective, model, some, task.images // batch)
+    return report
 
 
 @torch.inference_mode()
 def _compiled(objective: ImageObjective, model: nn.Module, some: Tensor, rounds: int) -> dict[str, Any]:
     """The forward pass of a compiled model, alone and replayed from a CUDA graph."""
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     for name, options in {"compiled": {}, "compiled and replayed": {"triton.cudagraphs": True}}.items():
         begun = _now()
         compiled = torch.compile(model, options=options)
         for _ in range(3):
             objective._compute_logits(compiled, some)
-        found[f"{name}, s to compile"] = round(_now() - begun, 1)
+        report[f"{name}, s to compile"] = round(_now() - begun, 1)
         rates = []
         for _ in range(3):
             begun = _now()
             for _ in range(max(1, rounds)):
                 objective._compute_logits(compiled, some).argmax(1)
             rates.append(round(max(1, rounds) * len(some) / (_now() - begun)))
-        found[f"forward, {name}"] = rates
-    return found
+        report[f"forward, {name}"] = rates
+    return report
 
 
 def replaying(device: torch.device, folder: Path, images: int, rounds: int) -> dict[str, Any]:
     """Milliseconds of an evaluation of the shipped model's size, its forward passes as written and replayed."""
     backbone, task = OpenClip("glyph-clip", None), Noise("noise", folder=folder, images=images, side=32)
     model = backbone.make_model().to(device)
-    found: dict[str, Any] = {"images": images}
+    report: dict[str, Any] = {"images": images}
     for name, replays in {"as written": False, "replayed": True}.items():
         objective = _objective(backbone, task, device, "float32")
         objective.replays_forward = replays  # type: ignore[misc]
@@ -154,8 +154,8 @@ def replaying(device: torch.device, folder: Path, images: int, rounds: int) -> d
             begun = _now()
             score(model, objective, "validation", batch_size=512)
             times.append(_now() - begun)
-        found[f"{name}, ms"] = round(1e3 * statistics.median(times[3:]), 2)
-    return found
+        report[f"{name}, ms"] = round(1e3 * statistics.median(times[3:]), 2)
+    return report
 
 
 class _Again(ImageObjective):
@@ -201,7 +201,7 @@ class _Steps(Callback):
 
 def training(backbone: OpenClip, task: Noise, steps: int, batch: int, precision: str) -> dict[str, Any]:
     """Batches a second that are read and nothing else; steps a second with them, and with one batch again."""
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "steps": steps,
         "batch": batch,
         "pictures": task.pictures,
@@ -213,14 +213,14 @@ def training(backbone: OpenClip, task: Noise, steps: int, batch: int, precision:
         batches = StepBatches({"noise": objective}, batch, steps, seed=0)
         begun = time.perf_counter()
         count = sum(len(labels) for made in batches for _, labels in made.values())
-        found[f"reading alone, images a second, {name}"] = round(count / (time.perf_counter() - begun))
+        report[f"reading alone, images a second, {name}"] = round(count / (time.perf_counter() - begun))
     made = to_device(objective.make_training_batch(torch.arange(batch)), device)
     crops = []
     for seed in range(10):
         begun = _now()
         objective.augment(made, seed)
         crops.append(_now() - begun)
-    found["crop, resize and flip on the device, ms a batch"] = round(1e3 * statistics.median(crops), 2)
+    report["crop, resize and flip on the device, ms a batch"] = round(1e3 * statistics.median(crops), 2)
     del made
     for name, kind in {"one batch again": _Again, "from files": ImageObjective}.items():
         own = _objective(backbone, task, torch.device("cpu"), "bfloat16", kind)
@@ -237,12 +237,12 @@ def training(backbone: OpenClip, task: Noise, steps: int, batch: int, precision:
                 "devices": 1, "enable_progress_bar": False},
             )  # fmt: skip
         whole = time.perf_counter() - begun
-        found[name] = timer.measured() | cost.measured | {
+        report[name] = timer.measured() | cost.measured | {
             "seconds before the first step": round(timer.begun[0] - begun, 2),
             "seconds of steps": round(timer.ended[-1] - timer.begun[0], 2),
             "seconds after the last step": round(begun + whole - timer.ended[-1], 2),
         }  # fmt: skip
-    return found
+    return report
 
 
 def whole_run(arguments: list[str], store: Path, folder: Path, limit: float) -> dict[str, Any]:
@@ -254,13 +254,13 @@ def whole_run(arguments: list[str], store: Path, folder: Path, limit: float) -> 
         code: int | str = subprocess.run(command, timeout=limit).returncode
     except subprocess.TimeoutExpired:
         code = "cut"
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "command": " ".join(["python", *command[1:-2]]),
         "exit": code,
         "seconds": round(time.monotonic() - begun, 1),
     }
     if (folder / "timings.json").exists():
-        found["stages"] = json.loads((folder / "timings.json").read_text())
+        report["stages"] = json.loads((folder / "timings.json").read_text())
     for kind in ("experts", "heads", "fishers", "searches", "merged", "evaluations"):
         manifests = [json.loads(file.read_text()) for file in sorted(store.glob(f"{kind}/*/manifest.json"))]
         kept = ("wall_seconds", "steps_per_second", "gigabytes", "method", "peak_memory_bytes", "samples")
@@ -268,10 +268,10 @@ def whole_run(arguments: list[str], store: Path, folder: Path, limit: float) -> 
         for manifest in sorted(manifests, key=lambda each: each["created"]):
             row = {name: manifest["info"][name] for name in kept if name in manifest["info"]}
             rows.append({"task": manifest["content"]["task"]} | row if "task" in manifest["content"] else row)
-        found[kind] = rows
-    walls = [row["wall_seconds"] for row in found.pop("evaluations")]
-    found["evaluations"] = {"count": len(walls), "seconds": round(sum(walls), 1)}
-    return found
+        report[kind] = rows
+    walls = [row["wall_seconds"] for row in report.pop("evaluations")]
+    report["evaluations"] = {"count": len(walls), "seconds": round(sum(walls), 1)}
+    return report
 
 
 def main() -> None:

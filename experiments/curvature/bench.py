@@ -62,11 +62,11 @@ def measured(work: Callable[[], object], samples: int, repeats: int, model_bytes
         work()
         sync()
         seconds.append(time.perf_counter() - begun)
-    found = {"ms_per_sample": round(1e3 * statistics.median(seconds) / samples, 4)}
+    row = {"ms_per_sample": round(1e3 * statistics.median(seconds) / samples, 4)}
     if cuda:
         peak = torch.cuda.max_memory_allocated()
-        found |= {"peak_bytes": peak, "peak_model_copies": round(peak / model_bytes, 2)}
-    return found
+        row |= {"peak_bytes": peak, "peak_model_copies": round(peak / model_bytes, 2)}
+    return row
 
 
 def allow_tf32(allowed: bool) -> None:
@@ -109,10 +109,10 @@ def bench(name: str, args: argparse.Namespace) -> dict[str, object]:
     exact = by_vmap(model, few, labels, 8)
     for precision in ("highest", "high"):
         allow_tf32(precision == "high")
-        found = diagonal_fisher(model, [(few, labels)])
-        error = max(float((found[n] - e).abs().max() / e.abs().max()) for n, e in exact.items())
+        diagonal = diagonal_fisher(model, [(few, labels)])
+        error = max(float((diagonal[n] - e).abs().max() / e.abs().max()) for n, e in exact.items())
         rows[f"error, {precision}"] = error
-    del exact, found
+    del exact, diagonal
 
     for precision in ("highest", "high"):
         allow_tf32(precision == "high")
@@ -151,11 +151,11 @@ def squares(
             square(made[height], made[width])
 
     made = {n: torch.randn(args.batch, tokens, n, device=args.device) for n in set(sum(shapes, ()))}
-    found: dict[str, Any] = {"as written": run(lambda: layers(write))}
+    report: dict[str, Any] = {"as written": run(lambda: layers(write))}
     for name, mode in {"compiled": "default", "autotuned": "max-autotune-no-cudagraphs"}.items():
         compiled = torch.compile(write, mode=mode, dynamic=False)
-        found[name] = run(lambda compiled=compiled: layers(compiled))
-    return found
+        report[name] = run(lambda compiled=compiled: layers(compiled))
+    return report
 
 
 def main() -> None:

@@ -56,19 +56,19 @@ def measured(run: Run) -> Interference:
         t: run.need(declare_side_input(run, "fisher", t)).find_file("fisher.safetensors") for t in run.tasks
     }
     fishers = {task: open_checkpoint(file, task) for task, file in sides.items()}
-    found = Interference(tuple(experts), has_fishers=True)
+    interference = Interference(tuple(experts), has_fishers=True)
     for layer, traces in measure_layers(
         open_inputs(run.base_state, experts, TaskArithmetic()), fishers=fishers
     ):
-        found.add(layer, traces)
-    return found
+        interference.add(layer, traces)
+    return interference
 
 
 def costs(run: Run) -> dict[tuple[str, str], tuple[float, float]]:
     """Cost and coefficient of every pair."""
     base, states = run.base_state, {task: load_state(run.need(declare_expert(run, task))) for task in run.tasks}
     own = {(t, p): value(run, states[t], t, p) for t in states for p in ("validation", "test")}
-    found = {}
+    cost_by_pair = {}
     for pair in combinations(states, 2):
         first, second = (states[task] for task in pair)
 
@@ -77,9 +77,9 @@ def costs(run: Run) -> dict[tuple[str, str], tuple[float, float]]:
             return sum(value(run, merged, task, part) / own[task, part] for task in pair) / 2
 
         alpha = max(COEFFICIENTS, key=lambda a: kept(a, "validation"))
-        found[pair] = (1 - kept(alpha, "test"), alpha)
-        print(pair, found[pair], flush=True)
-    return found
+        cost_by_pair[pair] = (1 - kept(alpha, "test"), alpha)
+        print(pair, cost_by_pair[pair], flush=True)
+    return cost_by_pair
 
 
 def main() -> None:
@@ -90,13 +90,13 @@ def main() -> None:
     run = context(args.store)
     cost = costs(run)
     rows = []
-    found = measured(run)
-    for pair in list_pairs(found):
+    interference = measured(run)
+    for pair in list_pairs(interference):
         loss, alpha = cost[pair.experts]
         assert pair.harm is not None
-        i, j = (found.experts.index(name) for name in pair.experts)
-        norms = [float(found.total.norms[k]) for k in (i, j)]
-        harm = found.total.harm
+        i, j = (interference.experts.index(name) for name in pair.experts)
+        norms = [float(interference.total.norms[k]) for k in (i, j)]
+        harm = interference.total.harm
         own = float(harm[i, j] / harm[i, i] + harm[j, i] / harm[j, j])
         rows.append(
             {"pair": pair.experts, "cost": loss, "coefficient": alpha, "cosine": pair.cosine,

@@ -19,10 +19,10 @@ Cells = dict[str, dict[int, dict]]
 
 def read(path: Path) -> Cells:
     """Cells by arm and seed, seeds in order."""
-    found: Cells = {}
+    arms: Cells = {}
     for cell in sorted(json.loads(path.read_text())["cells"], key=lambda cell: cell["seed"]):
-        found.setdefault(cell["arm"], {})[cell["seed"]] = cell
-    return found
+        arms.setdefault(cell["arm"], {})[cell["seed"]] = cell
+    return arms
 
 
 def mean_accuracy(cell: dict, column: str) -> float:
@@ -92,10 +92,10 @@ PUBLISHED = {"sam rho": ("sam", 0.05), "asam rho": ("asam", 0.5), "mergopt b": (
 def sensitivity(cells: Cells, kind: str, column: str) -> tuple[list[float], list[float]]:
     """A hyper-parameter over its published value, and seed 0's accuracy above AdamW's."""
     own, published = PUBLISHED[kind]
-    found = {1.0: own} | {float(a.split()[-1]) / published: a for a in cells if a.startswith(kind)}
+    arm_by_scale = {1.0: own} | {float(a.split()[-1]) / published: a for a in cells if a.startswith(kind)}
     base = mean_accuracy(cells["adamw"][0], column)
-    places = sorted(x for x, arm in found.items() if 0 in cells[arm])
-    return places, [mean_accuracy(cells[found[x]][0], column) - base for x in places]
+    scales = sorted(x for x, arm in arm_by_scale.items() if 0 in cells[arm])
+    return scales, [mean_accuracy(cells[arm_by_scale[x]][0], column) - base for x in scales]
 
 
 def figure(cells: Cells, path: Path) -> None:
@@ -108,15 +108,15 @@ def figure(cells: Cells, path: Path) -> None:
     drawn = {arm: cells[arm] for arm in MAIN}
     names = [c for c in COLUMNS if c not in ("dare_fixed", "ties_fixed", "epimer_fixed")]
     fig, (left, middle, right) = plt.subplots(1, 3, figsize=(15.5, 4.4), width_ratios=(3, 2, 2))
-    colors = {arm: f"C{place}" for place, arm in enumerate(drawn)}
+    colors = {arm: f"C{index}" for index, arm in enumerate(drawn)}
     others = [a for a in drawn if a != "adamw"]
-    for place, arm in enumerate(others):
+    for index, arm in enumerate(others):
         common = sorted(set(drawn[arm]) & set(drawn["adamw"]))
         gains = [
             [mean_accuracy(drawn[arm][s], n) - mean_accuracy(drawn["adamw"][s], n) for s in common]
             for n in names
         ]
-        where = [i + (place - len(others) / 2) * 0.13 for i in range(len(names))]
+        where = [i + (index - len(others) / 2) * 0.13 for i in range(len(names))]
         means = [statistics.mean(g) for g in gains]
         spread = [statistics.stdev(g) for g in gains]
         left.errorbar(where, means, spread, fmt="o", markersize=4, capsize=2, label=arm, color=colors[arm])

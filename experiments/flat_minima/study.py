@@ -85,11 +85,11 @@ def run_cell(job: tuple[str, int, Path, list[str], float]) -> dict | None:
         return None
     begun = time.time()
     try:
-        found = summary(*run_stages(overrides(arm, seed, store, more), store / "runs" / f"{arm}-{seed}"))
+        scores = summary(*run_stages(overrides(arm, seed, store, more), store / "runs" / f"{arm}-{seed}"))
     except Exception as error:
         print(f"{arm} {seed} failed: {type(error).__name__}: {error}", flush=True)
         return None
-    return {"arm": arm, "seed": seed, "machine": machine(), "seconds": round(time.time() - begun, 1)} | found
+    return {"arm": arm, "seed": seed, "machine": machine(), "seconds": round(time.time() - begun, 1)} | scores
 
 
 def run_stages(lines: list[str], folder: Path) -> tuple:
@@ -183,16 +183,14 @@ def main() -> None:
     jobs = [(arm, seed, options.store.resolve(), options.overrides, deadline) for arm, seed in left]
     context = multiprocessing.get_context("spawn")
     with context.Pool(options.processes) as pool:
-        for found in pool.imap_unordered(run_cell, jobs, chunksize=1):
-            if found is None:
+        for cell in pool.imap_unordered(run_cell, jobs, chunksize=1):
+            if cell is None:
                 continue
-            done.append(found)
-            mean = {k: 100 * sum(v.values()) / len(v) for k, v in found["accuracy"].items()}
+            done.append(cell)
+            mean = {k: 100 * sum(v.values()) / len(v) for k, v in cell["accuracy"].items()}
             shown = " ".join(f"{k} {v:.1f}" for k, v in mean.items() if not k.endswith("_fixed"))
-            took = (
-                f"{time.time() - begun:.0f} s, {found['seconds']:.0f} s, experts {found['expert_seconds'][-1]}"
-            )
-            print(f"{took} s, {found['arm']}, seed {found['seed']}: {shown}", flush=True)
+            took = f"{time.time() - begun:.0f} s, {cell['seconds']:.0f} s, experts {cell['expert_seconds'][-1]}"
+            print(f"{took} s, {cell['arm']}, seed {cell['seed']}: {shown}", flush=True)
             options.out.write_text(json.dumps(kept) + "\n")
 
 

@@ -56,15 +56,15 @@ class Gallery:
 
     def run(self, folder: str, *overrides: str) -> Path:
         """`python -m mergekit_lab`; returns where it wrote."""
-        given = [*SETUP, *overrides]
-        self.commands[folder] = " ".join(["python -m mergekit_lab", *map(_quoted, given)])
+        overrides_of_run = [*SETUP, *overrides]
+        self.commands[folder] = " ".join(["python -m mergekit_lab", *map(_quoted, overrides_of_run)])
         aside = [f"run_dir={self.work / folder}", "progress=false"]
         if self.store is not None:
             aside.append(f"store.root={self.store}")
         if self.tiny:
             aside += ["training.steps=4", "training.warmup_steps=1"]
         print(self.commands[folder], flush=True)
-        subprocess.run([sys.executable, "-m", "mergekit_lab", *given, *aside], check=True, cwd=ROOT)
+        subprocess.run([sys.executable, "-m", "mergekit_lab", *overrides_of_run, *aside], check=True, cwd=ROOT)
         return self.work / folder
 
     def analyze(
@@ -124,13 +124,13 @@ def planes(g: Gallery) -> None:
     for suffix, others in (("", 0.0), ("_all", 0.3)):
         asked = [f"analysis.others={others}", *settings]
         names = list(OPTIMIZERS) if not others else ["adamw", "asam"]
-        found = {n: g.analyze("landscape", *asked, optimizer=n, suffix=suffix) for n in names}
-        alphas = found["adamw"]["alphas"]
+        analyses = {n: g.analyze("landscape", *asked, optimizer=n, suffix=suffix) for n in names}
+        alphas = analyses["adamw"]["alphas"]
         look: dict[str, Any] = {"alphas": alphas, "axes_names": ("α1", "α2"), "box": BOX, "one_scale": True}
         drawn: dict[str, dict[str, list[Panel]]] = {"xi": {}, "loss": {}}
-        for place, pair in enumerate(PAIRS):
-            for name, data in found.items():
-                measures = data["pairs"][place]["measures"]
+        for index, pair in enumerate(PAIRS):
+            for name, data in analyses.items():
+                measures = data["pairs"][index]["measures"]
                 xi = [[50 * value for value in row] for row in measures["xi"]]
                 loss = _sum(measures[f"loss/{task}"] for task in pair)
                 title = f"{_label(pair)}, {OPTIMIZERS[name]}"
@@ -163,18 +163,18 @@ def _inside(values: list[list[float]], alphas: list[float]) -> float:
 def linearity(g: Gallery) -> None:
     """SAFT, Figures 3 and C1 (CTL by block), and Definition 2 (the joint loss between experts)."""
     names = ("adamw", "asam")
-    found = {name: g.analyze("ctl", "analysis.samples=128", optimizer=name) for name in names}
-    blocks = list(range(1, len(found["adamw"]["blocks"]) + 1))
+    analyses = {name: g.analyze("ctl", "analysis.samples=128", optimizer=name) for name in names}
+    blocks = list(range(1, len(analyses["adamw"]["blocks"]) + 1))
     panels: list[Panel] = []
-    for place, entry in enumerate(found["adamw"]["pairs"]):
-        curves = {OPTIMIZERS[n]: (blocks, found[n]["pairs"][place]["values"]) for n in names}
+    for index, entry in enumerate(analyses["adamw"]["pairs"]):
+        curves = {OPTIMIZERS[n]: (blocks, analyses[n]["pairs"][index]["values"]) for n in names}
         panels.append(Lines(_label(entry["pair"]), "block", "E[1 − cos]", curves))
     g.draw("ctl", "Cross-task linearity at λ = 0.3, by block", panels)
     for name in names:
-        g.numbers[f"ctl_{name}"] = mean(entry["values"][-1] for entry in found[name]["pairs"])
+        g.numbers[f"ctl_{name}"] = mean(entry["values"][-1] for entry in analyses[name]["pairs"])
     lower = [
         a["values"][-1] > b["values"][-1]
-        for a, b in zip(found["adamw"]["pairs"], found["asam"]["pairs"], strict=True)
+        for a, b in zip(analyses["adamw"]["pairs"], analyses["asam"]["pairs"], strict=True)
     ]
     g.numbers["ctl_lower"], g.numbers["ctl_pairs"] = sum(lower), len(lower)
 
@@ -182,8 +182,8 @@ def linearity(g: Gallery) -> None:
         name: g.analyze("jtl", "analysis.points=9", "analysis.samples=200", optimizer=name) for name in names
     }
     panels = []
-    for place, entry in enumerate(ways["adamw"]["pairs"]):
-        deltas = {OPTIMIZERS[n]: (ways[n]["alphas"], ways[n]["pairs"][place]["delta"]) for n in names}
+    for index, entry in enumerate(ways["adamw"]["pairs"]):
+        deltas = {OPTIMIZERS[n]: (ways[n]["alphas"], ways[n]["pairs"][index]["delta"]) for n in names}
         panels.append(Lines(_label(entry["pair"]), "α of the first", "δ (nats)", deltas))
     g.draw("jtl", "Joint-task loss above the straight line between two experts", panels)
     for name in names:
@@ -193,18 +193,18 @@ def linearity(g: Gallery) -> None:
 def barriers(g: Gallery) -> None:
     """SAFT, Figure C2."""
     settings = ["merger=task_arithmetic", "analysis.points=9", "analysis.part=test", "analysis.samples=300"]
-    found = {
+    analyses = {
         name: g.analyze("barrier", *settings, optimizer=name, before="merge") for name in ("adamw", "asam")
     }
     panels: list[Panel] = [
         Lines(
             task, "from the merged model (0) to the expert (1)", "test loss (nats)",
-            {OPTIMIZERS[n]: (found[n]["places"], found[n]["tasks"][task]["loss"]) for n in found},
+            {OPTIMIZERS[n]: (analyses[n]["places"], analyses[n]["tasks"][task]["loss"]) for n in analyses},
         )
-        for task in found["adamw"]["tasks"]
+        for task in analyses["adamw"]["tasks"]
     ]  # fmt: skip
     g.draw("barrier", "Test loss from task arithmetic's model to each expert", panels)
-    for name, data in found.items():
+    for name, data in analyses.items():
         g.numbers[f"barrier_{name}"] = mean(entry["barrier"] for entry in data["tasks"].values())
         g.numbers[f"gap_{name}"] = mean(e["loss"][0] - e["loss"][-1] for e in data["tasks"].values())
 
@@ -216,7 +216,7 @@ def sharpness(g: Gallery) -> None:
     for name in ("adamw", "asam"):
         data = g.analyze("hessian", *settings, "analysis.tolerance=0.05", optimizer=name)
         at = data["places"]
-        means = [mean(p["eigenvalue"] for p in data["points"] if p["at"] == place) for place in at]
+        means = [mean(p["eigenvalue"] for p in data["points"] if p["at"] == where) for where in at]
         curves[OPTIMIZERS[name]] = (at, means)
         g.numbers[f"eigenvalue_{name}"], g.numbers["eigenvalue_start"] = means[-1], means[0]
         g.numbers[f"converged_{name}"] = sum(p["converged"] for p in data["points"])
@@ -228,7 +228,7 @@ def sharpness(g: Gallery) -> None:
 def steps(g: Gallery) -> None:
     """SAFT, Table C1, and what a merge of the same experts reaches."""
     settings = ["analysis.shares=[0.2,1.0]", "analysis.coefficients=[0.4,0.7,1.0]", "analysis.samples=200"]
-    found = {
+    analyses = {
         name: g.analyze("steps", "merger=task_arithmetic", *settings, optimizer=name)
         for name in ("adamw", "asam")
     }
@@ -236,7 +236,7 @@ def steps(g: Gallery) -> None:
     def curves(value: Callable[[Any], float]) -> dict[str, Any]:
         return {
             OPTIMIZERS[name]: ([p["steps"] for p in data["points"]], [100 * value(p) for p in data["points"]])
-            for name, data in found.items()
+            for name, data in analyses.items()
         }
 
     panels: list[Panel] = [
@@ -244,10 +244,10 @@ def steps(g: Gallery) -> None:
         Lines("merged", "steps", "mean value (%)", curves(lambda p: p["mergers"]["task_arithmetic"]["value"])),
     ]
     g.draw("steps", "Experts and task arithmetic over steps of fine-tuning, validation", panels)
-    for name, data in found.items():
-        for place, point in enumerate(data["points"]):
-            g.numbers[f"expert_{name}_{place}"] = 100 * mean(point["experts"].values())
-            g.numbers[f"merged_{name}_{place}"] = 100 * point["mergers"]["task_arithmetic"]["value"]
+    for name, data in analyses.items():
+        for index, point in enumerate(data["points"]):
+            g.numbers[f"expert_{name}_{index}"] = 100 * mean(point["experts"].values())
+            g.numbers[f"merged_{name}_{index}"] = 100 * point["mergers"]["task_arithmetic"]["value"]
 
 
 def distribution(g: Gallery) -> None:

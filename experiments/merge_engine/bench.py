@@ -68,7 +68,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 def vit(width: int, layers: int, patch: int, tokens: int, embed: int) -> Shapes:
     """An open_clip image tower."""
-    found: Shapes = {
+    shapes: Shapes = {
         "visual.class_embedding": (width,),
         "visual.positional_embedding": (tokens, width),
         "visual.proj": (width, embed),
@@ -77,24 +77,24 @@ def vit(width: int, layers: int, patch: int, tokens: int, embed: int) -> Shapes:
     }
     for i in range(layers):
         at = f"visual.transformer.resblocks.{i}."
-        found |= {f"{at}{ln}.{p}": (width,) for ln in ("ln_1", "ln_2") for p in ("weight", "bias")}
-        found |= {f"{at}attn.in_proj_weight": (3 * width, width), f"{at}attn.in_proj_bias": (3 * width,)}
-        found |= {f"{at}attn.out_proj.weight": (width, width), f"{at}attn.out_proj.bias": (width,)}
-        found |= {f"{at}mlp.c_fc.weight": (4 * width, width), f"{at}mlp.c_fc.bias": (4 * width,)}
-        found |= {f"{at}mlp.c_proj.weight": (width, 4 * width), f"{at}mlp.c_proj.bias": (width,)}
-    return found
+        shapes |= {f"{at}{ln}.{p}": (width,) for ln in ("ln_1", "ln_2") for p in ("weight", "bias")}
+        shapes |= {f"{at}attn.in_proj_weight": (3 * width, width), f"{at}attn.in_proj_bias": (3 * width,)}
+        shapes |= {f"{at}attn.out_proj.weight": (width, width), f"{at}attn.out_proj.bias": (width,)}
+        shapes |= {f"{at}mlp.c_fc.weight": (4 * width, width), f"{at}mlp.c_fc.bias": (4 * width,)}
+        shapes |= {f"{at}mlp.c_proj.weight": (width, 4 * width), f"{at}mlp.c_proj.bias": (width,)}
+    return shapes
 
 
 def llama(layers: int, hidden: int, mlp: int, kv: int, vocabulary: int) -> Shapes:
-    found: Shapes = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
+    shapes: Shapes = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
     for i in range(layers):
         at = f"model.layers.{i}."
-        found |= {f"{at}self_attn.{p}_proj.weight": (hidden, hidden) for p in "qo"}
-        found |= {f"{at}self_attn.{p}_proj.weight": (kv, hidden) for p in "kv"}
-        found |= {f"{at}mlp.{p}_proj.weight": (mlp, hidden) for p in ("gate", "up")}
-        found |= {f"{at}mlp.down_proj.weight": (hidden, mlp)}
-        found |= {f"{at}{n}_layernorm.weight": (hidden,) for n in ("input", "post_attention")}
-    return found
+        shapes |= {f"{at}self_attn.{p}_proj.weight": (hidden, hidden) for p in "qo"}
+        shapes |= {f"{at}self_attn.{p}_proj.weight": (kv, hidden) for p in "kv"}
+        shapes |= {f"{at}mlp.{p}_proj.weight": (mlp, hidden) for p in ("gate", "up")}
+        shapes |= {f"{at}mlp.down_proj.weight": (hidden, mlp)}
+        shapes |= {f"{at}{n}_layernorm.weight": (hidden,) for n in ("input", "post_attention")}
+    return shapes
 
 
 SHAPES = {
@@ -181,14 +181,14 @@ def inputs(
 def grams(shapes: Shapes) -> dict[str, Tensor]:
     """An input Gram for every matrix but the embeddings, in the host's memory; one tensor for each size."""
     made: dict[int, Tensor] = {}
-    found = {}
+    by_layer = {}
     for name, shape in shapes.items():
         if len(shape) == 2 and name.endswith(".weight") and "embed" not in name:
             if shape[1] not in made:
                 inputs = torch.randn(2 * shape[1], shape[1], generator=torch.Generator().manual_seed(shape[1]))
                 made[shape[1]] = inputs.mT @ inputs / len(inputs)
-            found[name.removesuffix(".weight")] = made[shape[1]]
-    return found
+            by_layer[name.removesuffix(".weight")] = made[shape[1]]
+    return by_layer
 
 
 def synchronize(device: str) -> None:
@@ -250,9 +250,9 @@ def error(
         )  # fmt: skip
         return {n: (merged[n] - origin[n].double()).cpu() for n in names}
 
-    found, wanted = run(device, torch.float32), run("cpu", torch.float64)
+    merged, wanted = run(device, torch.float32), run("cpu", torch.float64)
     moved = [n for n in names if bool(wanted[n].any())]
-    return max(float((found[n] - wanted[n]).norm() / wanted[n].norm()) for n in moved)
+    return max(float((merged[n] - wanted[n]).norm() / wanted[n].norm()) for n in moved)
 
 
 def main() -> None:
@@ -265,9 +265,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600, help="start nothing after this long")
     parser.add_argument("--no-accuracy", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
+    options = parser.parse_args()
     begun = time.monotonic()
-    card = torch.cuda.get_device_name() if given.device != "cpu" else platform.processor() or "cpu"
+    card = torch.cuda.get_device_name() if options.device != "cpu" else platform.processor() or "cpu"
     about = {
         "date": str(date.today()),
         "torch": torch.__version__,
@@ -275,11 +275,11 @@ def main() -> None:
         "command": "experiments/merge_engine/bench.py",
     }
     rows: list[dict] = []
-    for shape in given.shapes:
+    for shape in options.shapes:
         plan, count, dtype, pattern = SHAPES[shape]
-        base, experts, fishers = inputs(plan, count, dtype, given.device)
-        for label in given.methods:
-            if time.monotonic() - begun > given.seconds:
+        base, experts, fishers = inputs(plan, count, dtype, options.device)
+        for label in options.methods:
+            if time.monotonic() - begun > options.seconds:
                 break
             method, taken = methods()[label], FEWER.get(label, count)
             row = {
@@ -290,22 +290,22 @@ def main() -> None:
             }
             side = {k: fishers if k == "fisher" else [grams(plan)] * count for k in method.side_inputs}
             call = partial(
-                merge_state_dicts, base, experts[:taken], method, statistics=side, device=given.device
+                merge_state_dicts, base, experts[:taken], method, statistics=side, device=options.device
             )
             try:
-                first, times, extra = timed(call, given.device, given.repeats)
+                first, times, extra = timed(call, options.device, options.repeats)
                 row |= {"first_seconds": round(first, 4), "extra_gib": round(extra / 2**30, 2)}
                 if times:
                     row["seconds"] = round(statistics.median(times), 4)
-                if given.together and times:
-                    row |= shared(partial(call, device=every_gpu()), call(), given.repeats, row["seconds"])
-                if isinstance(method, SpectralMethod) and not given.no_accuracy:
-                    row["error"] = error(method, base, experts, fishers, pattern, given.device)
+                if options.together and times:
+                    row |= shared(partial(call, device=every_gpu()), call(), options.repeats, row["seconds"])
+                if isinstance(method, SpectralMethod) and not options.no_accuracy:
+                    row["error"] = error(method, base, experts, fishers, pattern, options.device)
             except (RuntimeError, ValueError) as problem:
                 row["failed"] = str(problem).splitlines()[0]
             rows.append(row)
             print(row, flush=True)
-            given.out.write_text(json.dumps({**about, "rows": rows}, indent=1))
+            options.out.write_text(json.dumps({**about, "rows": rows}, indent=1))
         del base, experts, fishers
 
 

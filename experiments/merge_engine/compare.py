@@ -107,11 +107,11 @@ def differing(first: Path, second: Path) -> dict[str, float]:
     """How many entries of two merged folders differ, and by how much at most, in units of the last place."""
 
     def tensors(folder: Path) -> dict[str, Path]:
-        found = {}
+        files = {}
         for file in folder.glob("*.safetensors"):
             with safe_open(file, "pt") as handle:
-                found |= dict.fromkeys(handle.keys(), file)
-        return found
+                files |= dict.fromkeys(handle.keys(), file)
+        return files
 
     ours, theirs = tensors(first), tensors(second)
     assert ours.keys() == theirs.keys()
@@ -143,35 +143,42 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--results", type=Path, help="where merged models go; beside the inputs by default")
     parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
-    files = inputs(given.folder)
+    options = parser.parse_args()
+    files = inputs(options.folder)
     report = {
         "date": str(date.today()),
-        "mergekit": version(given.mergekit) if given.mergekit else None,
+        "mergekit": version(options.mergekit) if options.mergekit else None,
         "machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}",
         "torch": torch.__version__,
-        "results": "memory" if given.results else "disk",
+        "results": "memory" if options.results else "disk",
         "input_gb": round(sum(file.stat().st_size for file in files) / 1e9, 2),
-        "copy_seconds": round(min(copied(given.folder, given.folder / "copy") for _ in range(2)), 2),
+        "copy_seconds": round(min(copied(options.folder, options.folder / "copy") for _ in range(2)), 2),
         "imports": watched([sys.executable, "-c", "import mergekit_lab.commands.merge_checkpoints"]),
         "rows": [],
     }
-    for method in given.methods:
-        plan = recipe(given.folder, method)
-        for number in range(given.repeats):
+    for method in options.methods:
+        plan = recipe(options.folder, method)
+        for number in range(options.repeats):
             ours = [sys.executable, "-m", "mergekit_lab", "+experiment=merge_checkpoints", f"recipe={plan}"]
-            results = given.results or given.folder
+            results = options.results or options.folder
             merged, theirs = results / f"ours_{method}", results / f"theirs_{method}"
-            ours += [f"out={merged}", "overwrite=true", f"device={given.device}", f"run_dir={given.folder}/run"]
+            ours += [
+                f"out={merged}",
+                "overwrite=true",
+                f"device={options.device}",
+                f"run_dir={options.folder}/run",
+            ]
             row = {"method": method, "repeat": number, "ours": watched(ours)}
-            if given.mergekit:
-                row["mergekit"] = watched([str(given.mergekit), str(plan), str(theirs), "--no-copy-tokenizer"])
+            if options.mergekit:
+                row["mergekit"] = watched(
+                    [str(options.mergekit), str(plan), str(theirs), "--no-copy-tokenizer"]
+                )
                 if method != "dare_linear":  # its masks are other random numbers
                     row["equality"] = differing(merged, theirs)
             report["rows"].append(row)
             print(row, flush=True)
-            given.out.write_text(json.dumps(report, indent=1))
-        if given.results:
+            options.out.write_text(json.dumps(report, indent=1))
+        if options.results:
             shutil.rmtree(merged)
             shutil.rmtree(theirs, ignore_errors=True)
 

@@ -88,7 +88,7 @@ def bound(method: Method, rows: int, columns: int, experts: int, dtype: torch.dt
     return round((held + (2 * experts + 16) * largest * 4) / 1e6)
 
 
-def measure(small: Path, large: Path, label: str, told: Any) -> None:
+def measure(small: Path, large: Path, label: str, queue: Any) -> None:
     """In a process of its own: send what the merge of `large` takes."""
     merge(small, label)
     start = peak = anonymous()
@@ -106,7 +106,7 @@ def measure(small: Path, large: Path, label: str, told: Any) -> None:
     merge(large, label)
     over.set()
     watching.join()
-    told.put(
+    queue.put(
         {"method": label, "peak_mb": round((peak - start) / 1e6), "seconds": round(time.monotonic() - begun, 1)}
     )
 
@@ -119,33 +119,33 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--methods", nargs="+", default=list(methods()))
     parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
-    found = {
-        "date": str(date.today()), "torch": torch.__version__, "experts": given.experts,
-        "threads": torch.get_num_threads(), "matrix": [given.rows, given.columns], "dtype": given.dtype,
+    options = parser.parse_args()
+    report = {
+        "date": str(date.today()), "torch": torch.__version__, "experts": options.experts,
+        "threads": torch.get_num_threads(), "matrix": [options.rows, options.columns], "dtype": options.dtype,
         "rows": [],
     }  # fmt: skip
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as place:
-        small, large = Path(place, "small"), Path(place, "large")
-        dtype = getattr(torch, given.dtype)
-        make(small, 64, 48, given.experts, dtype)
-        make(large, given.rows, given.columns, given.experts, dtype)
-        for label in given.methods:
-            told = context.Queue()
-            process = context.Process(target=measure, args=(small, large, label, told))
+    with tempfile.TemporaryDirectory() as folder:
+        small, large = Path(folder, "small"), Path(folder, "large")
+        dtype = getattr(torch, options.dtype)
+        make(small, 64, 48, options.experts, dtype)
+        make(large, options.rows, options.columns, options.experts, dtype)
+        for label in options.methods:
+            queue = context.Queue()
+            process = context.Process(target=measure, args=(small, large, label, queue))
             process.start()
             process.join()
             if process.exitcode:
                 raise SystemExit(f"{label} ended with {process.exitcode}")
-            method, count = methods()[label], FEWER.get(label, given.experts)
-            limit = bound(method, given.rows, given.columns, count, dtype)
-            found["rows"].append(told.get(timeout=10) | {"experts": count, "bound_mb": limit})
+            method, count = methods()[label], FEWER.get(label, options.experts)
+            limit = bound(method, options.rows, options.columns, count, dtype)
+            report["rows"].append(queue.get(timeout=10) | {"experts": count, "bound_mb": limit})
             (large / f"merged_{label}").rename(large / "spent")
             shutil.rmtree(large / "spent")
-            print(found["rows"][-1], flush=True)
-            given.out.write_text(json.dumps(found, indent=1) + "\n")
-    above = [row["method"] for row in found["rows"] if row["peak_mb"] > row["bound_mb"]]
+            print(report["rows"][-1], flush=True)
+            options.out.write_text(json.dumps(report, indent=1) + "\n")
+    above = [row["method"] for row in report["rows"] if row["peak_mb"] > row["bound_mb"]]
     if above:
         raise SystemExit(f"above the bound: {', '.join(above)}")
 

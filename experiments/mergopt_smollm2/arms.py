@@ -126,30 +126,30 @@ class Bench:
     def vectors(self, experts: Mapping[str, State], histogram: bool) -> None:
         """How large and how alike task vectors are, and which distribution their entries follow."""
         flat = {t: torch.cat([(s[n] - self.base[n]).flatten() for n in s]) for t, s in experts.items()}
-        found: dict[str, Any] = {
+        fits: dict[str, Any] = {
             "mean_absolute": {t: float(v.abs().mean()) for t, v in flat.items()},
             "norm": {t: float(v.norm()) for t, v in flat.items()},
             "cosine": {f"{a}+{b}": float(flat[a] @ flat[b] / flat[a].norm() / flat[b].norm())
                        for a, b in combinations(flat, 2)},
         }  # fmt: skip
         for kind in ("laplace", "gaussian"):
-            found[kind] = {t: asdict(fit_offset([v], kind)) for t, v in flat.items()}
+            fits[kind] = {t: asdict(fit_offset([v], kind)) for t, v in flat.items()}
         if histogram:
             edges = 1.2e-3
-            found["histogram"] = {
+            fits["histogram"] = {
                 "edge": edges,
                 "counts": {t: torch.histc(v, 240, -edges, edges).int().tolist() for t, v in flat.items()},
             }
-        self.note(vectors=found)
+        self.note(vectors=fits)
 
     def merges(self, experts: Mapping[str, State], fishers: bool) -> None:
         """Every method's merge, the coefficients of a merge that is done once, and what needs Fishers third."""
         names = list(experts)
-        found: dict[str, Any] = dict(self.found.get("mergers", {}))
-        if "average" not in found:
+        mergers: dict[str, Any] = dict(self.found.get("mergers", {}))
+        if "average" not in mergers:
             average = self.merged(experts, WeightAverage())
-            found["average"] = {"test": self.value(average, names, "test")}
-            self.note(mergers=found)
+            mergers["average"] = {"test": self.value(average, names, "test")}
+            self.note(mergers=mergers)
         methods: dict[str, tuple[Any, tuple[float, ...]]] = {
             "task_arithmetic": (TaskArithmetic(coefficient=1.0), ALPHAS),
             "epimer": (EpiMer(coefficient=1.0, normalize="trace"), COARSE),
@@ -158,7 +158,7 @@ class Bench:
             "dare": (DARE(inner=TaskArithmetic(coefficient=1.0)), COARSE[:4]),
         }
         for label, (method, alphas) in methods.items():
-            if label in found or (label == "epimer" and not fishers):
+            if label in mergers or (label == "epimer" and not fishers):
                 continue
             statistics = {"fisher": self.fishers(experts)} if label == "epimer" else None
             begun = time.monotonic()
@@ -166,11 +166,13 @@ class Bench:
             seconds = time.monotonic() - begun
             del statistics
             also = (0.3, 0.6) if label == "task_arithmetic" else (1.0,)
-            found[label] = self.searched(unit, names, alphas, also) | {"merge_seconds": round(seconds, 2)}
+            mergers[label] = self.searched(unit, names, alphas, also) | {"merge_seconds": round(seconds, 2)}
             if label == "tsvm":
                 chosen = self.with_choices(names)
-                found[label]["beyond"] = {a: self.value(self.at(unit, a), chosen, "validation") for a in BEYOND}
-            self.note(mergers=found)
+                mergers[label]["beyond"] = {
+                    a: self.value(self.at(unit, a), chosen, "validation") for a in BEYOND
+                }
+            self.note(mergers=mergers)
 
     def merged(self, experts: Mapping[str, State], method: Any, statistics: Any = None) -> State:
         return merge_state_dicts(self.base, experts, method, statistics=statistics or {}, device=self.device)
@@ -197,14 +199,14 @@ class Bench:
 
     def groups(self, experts: Mapping[str, State]) -> None:
         """Fewer experts, by task arithmetic: the first ones of the suite, and the last ones."""
-        found, names = dict(self.found.get("groups", {})), list(experts)
+        groups, names = dict(self.found.get("groups", {})), list(experts)
         for size in (2, 4, 6):
             for group in (names[:size], names[-size:]) if size < len(names) else ():
-                if "+".join(group) in found:
+                if "+".join(group) in groups:
                     continue
                 unit = self.merged({n: experts[n] for n in group}, TaskArithmetic(coefficient=1.0))
-                found["+".join(group)] = self.searched(unit, group, COARSE, (0.3,))
-        self.note(groups=found)
+                groups["+".join(group)] = self.searched(unit, group, COARSE, (0.3,))
+        self.note(groups=groups)
 
     def fishers(self, experts: Mapping[str, State]) -> list[State]:
         made = []
@@ -219,8 +221,8 @@ class Bench:
             batches = (
                 to_device(objective.make_batch("train", index), self.device) for index in drawn.split(16)
             )
-            found = diagonal_fisher(self.model, batches, causal=True, chunk=16)
-            made.append({n: found[n].cpu() for n in state})
+            fisher = diagonal_fisher(self.model, batches, causal=True, chunk=16)
+            made.append({n: fisher[n].cpu() for n in state})
         self.note(fisher_seconds=round(time.monotonic() - begun, 1))
         return made
 
@@ -243,13 +245,13 @@ def run_job(bench: Bench, arm: str, seed: int) -> None:
         return
     if arm == "mixed":
         both = {a: torch.load(kept / f"{a}-{seed}.pt", map_location=bench.device) for a in ("adamw", "mergopt")}
-        found = {}
+        scores = {}
         names = list(bench.tasks)
         for count in (2, 5):
             experts = {n: both["mergopt" if i < count else "adamw"][n] for i, n in enumerate(names)}
             unit = bench.merged(experts, TaskArithmetic(coefficient=1.0))
-            found[f"{count} of {len(names)} by mergopt"] = bench.searched(unit, names, COARSE, (0.3, 0.6))
-        bench.note(mixed=found, done=True)
+            scores[f"{count} of {len(names)} by mergopt"] = bench.searched(unit, names, COARSE, (0.3, 0.6))
+        bench.note(mixed=scores, done=True)
         return
     make, factor = ARMS[arm]
     if arm == "mergopt_fit":

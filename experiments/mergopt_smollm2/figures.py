@@ -27,8 +27,8 @@ def six(values: dict[str, float]) -> float:
 
 def seeds(arms: dict, arm: str) -> dict[int, dict]:
     """What was found of an optimizer, by seed."""
-    found = {int(n.rpartition("-")[2]): a for n, a in arms.items() if n.rpartition("-")[0] == arm}
-    return {s: a for s, a in sorted(found.items()) if "experts" in a}
+    runs = {int(n.rpartition("-")[2]): a for n, a in arms.items() if n.rpartition("-")[0] == arm}
+    return {s: a for s, a in sorted(runs.items()) if "experts" in a}
 
 
 def cell(values: list[float]) -> str:
@@ -75,8 +75,8 @@ def main() -> None:
         print(f"| {arm} | {len(runs)} | {cell(whole)} | " + " | ".join(cells) + " |")
     print("\nbest coefficients on validation, task arithmetic and TSV-M:")
     for arm in names:
-        found = [a["mergers"] for a in seeds(arms, arm).values() if "tsvm" in a.get("mergers", {})]
-        print(arm, [best(m["task_arithmetic"]) for m in found], [best(m["tsvm"]) for m in found])
+        of_arm = [a["mergers"] for a in seeds(arms, arm).values() if "tsvm" in a.get("mergers", {})]
+        print(arm, [best(m["task_arithmetic"]) for m in of_arm], [best(m["tsvm"]) for m in of_arm])
     print("\nTSV-M on validation beyond the grid:")
     for name, arm in arms.items():
         entry = arm.get("mergers", {}).get("tsvm", {})
@@ -111,13 +111,13 @@ def main() -> None:
 def draw(arms: dict) -> None:
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8))
     for arm in ("adamw", "mergopt", "mergopt_b5e-3", "asam", "sgd"):
-        found = [a["mergers"] for a in seeds(arms, arm).values() if "tsvm" in a.get("mergers", {})]
-        if not found:
+        runs = [a["mergers"] for a in seeds(arms, arm).values() if "tsvm" in a.get("mergers", {})]
+        if not runs:
             continue
         for panel, merger in ((left, "task_arithmetic"), (middle, "tsvm")):
-            alphas = list(found[0][merger]["curve"])
-            values = [mean(six(f[merger]["curve"][a]) for f in found) for a in alphas]
-            label = f"{arm} ({len(found)} seed{'s' if len(found) > 1 else ''})"
+            alphas = list(runs[0][merger]["curve"])
+            values = [mean(six(f[merger]["curve"][a]) for f in runs) for a in alphas]
+            label = f"{arm} ({len(runs)} seed{'s' if len(runs) > 1 else ''})"
             panel.plot([float(a) for a in alphas], values, marker="o", ms=3, label=label)
     for panel, title in ((left, "task arithmetic"), (middle, "TSV-M")):
         panel.set(title=title, xlabel="α", ylabel="accuracy on validation (%)")

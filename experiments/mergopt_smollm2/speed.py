@@ -49,10 +49,10 @@ def seconds(device: torch.device, work: Callable[[], Any]) -> tuple[float, Any]:
     if device.type == "cuda":
         torch.cuda.synchronize()
     begun = time.perf_counter()
-    found = work()
+    answer = work()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - begun, found
+    return time.perf_counter() - begun, answer
 
 
 def answering(backbone: LanguageModel, model: torch.nn.Module, task: TextTask, options: Any) -> dict[str, Any]:
@@ -61,24 +61,24 @@ def answering(backbone: LanguageModel, model: torch.nn.Module, task: TextTask, o
     tokenizing, encoded = seconds(device, lambda: objective.encode("test"))  # type: ignore[attr-defined]
     few = torch.arange(min(64, options.prompts))
     score(model, objective, "test", index=few, batch_size=options.batch)
-    spent, found = seconds(device, lambda: score(model, objective, "test", batch_size=options.batch))
-    told = {
+    spent, score_alone = seconds(device, lambda: score(model, objective, "test", batch_size=options.batch))
+    report = {
         "prompts": options.prompts,
         "tokens_a_prompt": round(sum(map(len, encoded.prompts)) / options.prompts, 1),
         "tokenizing_seconds": round(tokenizing, 2),
         "seconds": round(spent, 2),
         "prompts_a_second": round(options.prompts / spent, 1),
-        "accuracy": found.value,
+        "accuracy": score_alone.value,
     }
     if task.choices is None:
         few = few[: options.alone]
         alone = score(model, objective, "test", index=few, batch_size=1).predictions
-        told["same_without_padding"] = [
-            sum(a == b for a, b in zip(alone, found.predictions, strict=False)),
+        report["same_without_padding"] = [
+            sum(a == b for a, b in zip(alone, score_alone.predictions, strict=False)),
             len(few),
         ]
-        told["first_answers"] = alone[:8]
-    return told
+        report["first_answers"] = alone[:8]
+    return report
 
 
 def steps(backbone: LanguageModel, objective: Objective, arm: str, options: Any) -> float:

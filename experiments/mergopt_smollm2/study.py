@@ -72,8 +72,8 @@ def busy(options: argparse.Namespace) -> bool:
     """Whether a job is being worked on."""
     for mark in options.work.glob("*.claimed"):
         file = mark.with_suffix(".json")
-        found = json.loads(file.read_text()) if file.exists() else {}
-        if not found.get("done") and "error" not in found:
+        report = json.loads(file.read_text()) if file.exists() else {}
+        if not report.get("done") and "error" not in report:
             return True
     return False
 
@@ -87,9 +87,9 @@ def worker(options: argparse.Namespace) -> None:
             run_job(bench, arm, seed)
         except Exception as error:  # one arm's failure is a result too
             file = options.work / f"{arm}-{seed}.json"
-            found = json.loads(file.read_text()) if file.exists() else {"job": f"{arm}-{seed}"}
+            report = json.loads(file.read_text()) if file.exists() else {"job": f"{arm}-{seed}"}
             file.write_text(
-                json.dumps(found | {"error": f"{type(error).__name__}: {error}"[:2000], "done": False})
+                json.dumps(report | {"error": f"{type(error).__name__}: {error}"[:2000], "done": False})
             )
             print(f"{arm}-{seed}: {error}", file=sys.stderr, flush=True)
 
@@ -100,10 +100,10 @@ def finished(job: str, arm: dict[str, Any]) -> bool:
     return bool(arm.get("done")) and (not wanted or "epimer" in arm.get("mergers", {}))
 
 
-def reached(found: dict[str, Any]) -> tuple[bool, int, int]:
+def reached(report: dict[str, Any]) -> tuple[bool, int, int]:
     """How far a job came: what was cut does not replace what came further before."""
-    merged = len(found.get("mergers", ())) + len(found.get("groups", ()))
-    return bool(found.get("done")), merged, len(found.get("experts", ()))
+    merged = len(report.get("mergers", ())) + len(report.get("groups", ()))
+    return bool(report.get("done")), merged, len(report.get("experts", ()))
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -116,9 +116,9 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
 def collect(options: argparse.Namespace, old: dict[str, Any]) -> dict[str, Any]:
     arms = dict(old.get("arms", {}))
     for file in sorted(options.work.glob("*.json")):
-        found = json.loads(file.read_text())
-        if reached(found) >= reached(arms.get(found["job"], {})):
-            arms[found["job"]] = found
+        report = json.loads(file.read_text())
+        if reached(report) >= reached(arms.get(report["job"], {})):
+            arms[report["job"]] = report
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     made = {**settings(options), "card": card, "gpus": options.gpus, "processes_a_gpu": options.workers,
             "date": str(date.today()), "torch": torch.__version__}  # fmt: skip
@@ -170,9 +170,9 @@ def started(options: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
     processes = []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(options.gpus)))
     for slot in range(max(1, options.gpus) * options.workers):
-        place = {"CUDA_VISIBLE_DEVICES": visible.split(",")[slot % options.gpus]} if options.gpus else {}
+        environment = {"CUDA_VISIBLE_DEVICES": visible.split(",")[slot % options.gpus]} if options.gpus else {}
         command = [sys.executable, __file__, "--out", str(options.out), "--worker", str(plan)]
-        processes.append(subprocess.Popen(command, env={**os.environ, **place}))
+        processes.append(subprocess.Popen(command, env={**os.environ, **environment}))
     return processes
 
 

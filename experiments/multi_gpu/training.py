@@ -26,14 +26,14 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def ddp(given: argparse.Namespace, rows: Rows) -> None:
-    devices = ["cpu", "cpu"] if given.dry else [f"cuda:{n}" for n in given.devices]
+def ddp(options: argparse.Namespace, rows: Rows) -> None:
+    devices = ["cpu", "cpu"] if options.dry else [f"cuda:{n}" for n in options.devices]
 
     def measure() -> dict[str, Any]:
-        found = run_together(_ddp_rank, (given.dry, str(rows.file) + "l"), devices)
-        for row in found:
+        rank_rows = run_together(_ddp_rank, (options.dry, str(rows.file) + "l"), devices)
+        for row in rank_rows:
             rows.add(row.pop("name"), lambda row=row: row)
-        return {"rows": len(found)}
+        return {"rows": len(rank_rows)}
 
     rows.add("all rows", measure)
 
@@ -50,18 +50,18 @@ def _ddp_rank(dry: bool, file: str) -> list[dict[str, Any]]:
     import torch.distributed as dist
 
     rank, world, device = _join(dry)
-    found = []
+    rows = []
     try:
         for model in ("glyph-clip",) if dry else ("ViT-B-32-quickgelu", "ViT-B-16-quickgelu"):
             for name, make in OPTIMIZERS.items():
                 row = _ddp_row(model, make, rank, world, device)
                 if model != "ViT-B-16-quickgelu":
                     row |= _as_one_process(model, make, rank, world, device)
-                found.append({"name": f"{model} {name}", **row})
-                _tell(rank, found[-1], file)
+                rows.append({"name": f"{model} {name}", **row})
+                _tell(rank, rows[-1], file)
     finally:
         dist.destroy_process_group()
-    return found
+    return rows
 
 
 def _join(dry: bool) -> tuple[int, int, torch.device]:
@@ -173,7 +173,7 @@ def _as_one_process(name: str, make: Any, rank: int, world: int, device: torch.d
         optimizer.attach(model)
     mine = slice(rank * each, (rank + 1) * each)
     _steps(model, optimizer, lambda: batch.compute_loss(model, mine, False), 3)
-    found: dict[str, Any] = {}
+    row: dict[str, Any] = {}
     if rank == 0:
         alone = _encoder(name, device)
         other = make(list(alone.named_parameters()))
@@ -182,9 +182,9 @@ def _as_one_process(name: str, make: Any, rank: int, world: int, device: torch.d
         for (n, p), q in zip(encoder.named_parameters(), alone.parameters(), strict=True):
             gap += float((p.detach() - q.detach()).double().square().sum())
             move += float((q.detach() - start[n]).double().square().sum())
-        found = {"global_batch": each * world, "distance_to_one_process_over_its_move": (gap / move) ** 0.5}
+        row = {"global_batch": each * world, "distance_to_one_process_over_its_move": (gap / move) ** 0.5}
     dist.barrier()
-    return found
+    return row
 
 
 def _wait(device: torch.device) -> None:
@@ -202,14 +202,14 @@ LLAMAS = {
 }  # fmt: skip
 
 
-def fsdp(given: argparse.Namespace, rows: Rows) -> None:
-    devices = ["cpu", "cpu"] if given.dry else [f"cuda:{n}" for n in given.devices]
+def fsdp(options: argparse.Namespace, rows: Rows) -> None:
+    devices = ["cpu", "cpu"] if options.dry else [f"cuda:{n}" for n in options.devices]
 
     def measure() -> dict[str, Any]:
-        found = run_together(_fsdp_rank, (given.dry, given.shapes, str(rows.file) + "l"), devices)
-        for row in found:
+        rank_rows = run_together(_fsdp_rank, (options.dry, options.shapes, str(rows.file) + "l"), devices)
+        for row in rank_rows:
             rows.add(row.pop("name"), lambda row=row: row)
-        return {"rows": len(found)}
+        return {"rows": len(rank_rows)}
 
     rows.add("all rows", measure)
 
@@ -218,15 +218,15 @@ def _fsdp_rank(dry: bool, shapes: list[str], file: str) -> list[dict[str, Any]]:
     import torch.distributed as dist
 
     rank, world, device = _join(dry)
-    found = []
+    rows = []
     try:
         for shape in ["tiny"] if dry else shapes:
             for name in ("mergopt", "asam"):
-                found.append({"name": f"{shape} {name}", **_fsdp_row(shape, OPTIMIZERS[name], world, device)})
-                _tell(rank, found[-1], file)
+                rows.append({"name": f"{shape} {name}", **_fsdp_row(shape, OPTIMIZERS[name], world, device)})
+                _tell(rank, rows[-1], file)
     finally:
         dist.destroy_process_group()
-    return found
+    return rows
 
 
 def _llama(shape: str, device: torch.device, world: int) -> nn.Module:

@@ -175,16 +175,16 @@ def table(problem: Vision | Language, name: str, bf16: bool, options) -> list[di
     wanted += [again]
     rows = []
     for optimizer, parametrization, kind, make in wanted:
-        found = {"problem": name, "precision": "bf16-mixed" if bf16 else "fp32", "optimizer": optimizer}
+        row = {"problem": name, "precision": "bf16-mixed" if bf16 else "fp32", "optimizer": optimizer}
         try:
-            found |= {"finetuning": parametrization} | measure(problem, kind, make, bf16, options)
+            row |= {"finetuning": parametrization} | measure(problem, kind, make, bf16, options)
         except torch.cuda.OutOfMemoryError:
             print(name, optimizer, parametrization, "does not fit", flush=True)
             continue
         finally:
             if options.device == "cuda":
                 torch.cuda.empty_cache()
-        rows.append(found)
+        rows.append(row)
     plain = [r for r in rows if r["optimizer"] == "adamw" and r["finetuning"] == "full"]
     seconds = sum(r["seconds"] for r in plain) / len(plain)
     kernels = sum(r["kernel_seconds"] or 0 for r in plain) / len(plain)

@@ -78,21 +78,21 @@ def mover(theta: list[Tensor], entries: int, fused: bool) -> Callable[[], None]:
 
 @torch.no_grad()
 def main() -> None:
-    found = {}
+    timings = {}
     device = torch.device("cuda")
     for name, problem in (("vision", Vision), ("language", Language)):
         theta = [p.detach() for p in problem(device, False).make_model().to(device).parameters()]
         for power in (24, 23, 22, 21, 20, 19):
             for fused in (False, True):
                 label = f"{name} 2**{power} {'fused' if fused else ''}".strip()
-                found[label] = measure(mover(theta, 2**power, fused))
-                print(label, found[label], flush=True)
+                timings[label] = measure(mover(theta, 2**power, fused))
+                print(label, timings[label], flush=True)
     machine = {
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
     }
-    Path(sys.argv[1]).write_text(json.dumps({**machine, "rows": found}, indent=1) + "\n")
+    Path(sys.argv[1]).write_text(json.dumps({**machine, "rows": timings}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -37,19 +37,19 @@ def take_functions(file: Path, names: Sequence[str]) -> dict[str, Any]:
     """These functions of a file, without running the rest of it."""
     tree = ast.parse(file.read_text())
     body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
-    found: dict[str, Any] = {"torch": torch, "copy": copy}
-    exec(compile(ast.Module(body=body, type_ignores=[]), str(file), "exec"), found)
-    return found
+    scope: dict[str, Any] = {"torch": torch, "copy": copy}
+    exec(compile(ast.Module(body=body, type_ignores=[]), str(file), "exec"), scope)
+    return scope
 
 
 def take_methods(file: Path, name: str, **known: Any) -> type:
     """The methods of a class of a file, without its bases, its constructor and what else stands in it."""
     tree = ast.parse(file.read_text())
-    found = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-    found.bases = []
-    found.body = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name != "__init__"]
+    cls = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    cls.bases = []
+    cls.body = [node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name != "__init__"]
     scope: dict[str, Any] = {"torch": torch, "copy": copy, **known}
-    exec(compile(ast.Module(body=[found], type_ignores=[]), str(file), "exec"), scope)
+    exec(compile(ast.Module(body=[cls], type_ignores=[]), str(file), "exec"), scope)
     return scope[name]
 
 
@@ -162,5 +162,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("method", choices=MAKERS)
     parser.add_argument("clone", type=Path)
-    given = parser.parse_args()
-    MAKERS[given.method](given.clone)
+    options = parser.parse_args()
+    MAKERS[options.method](options.clone)

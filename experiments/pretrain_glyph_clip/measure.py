@@ -92,13 +92,13 @@ class Bench:
     @torch.no_grad()
     def accuracies(self, state: State, part: Part, only: int | None = None) -> list[float]:
         """Per cent, for all tasks or for `only` one."""
-        found = []
+        percentages = []
         for i in range(len(self.tasks)) if only is None else [only]:
             images, labels = self.parts[part][i]
             features = functional_call(self.encoder, state, (images,))
             logits = features @ self.heads[i].T + self.absent[i]
-            found.append(100 * (logits.argmax(1) == labels).float().mean().item())
-        return found
+            percentages.append(100 * (logits.argmax(1) == labels).float().mean().item())
+        return percentages
 
     def at_best(self, direction: State, grid: list[float], references: list[float]) -> dict:
         """The coefficient best on validation by mean of accuracy / expert accuracy, and its test accuracies."""
@@ -185,10 +185,10 @@ def main() -> None:
         bench = Bench(chosen, OpenClip("glyph-clip", options.weights), device)
         used = {key: getattr(options, key) for key in ("steps", "batch", "lr", "weight_decay")}
         print(f"== {suite} {used} {options.weights}")
-        found = study(bench, options)
-        show(found)
+        numbers = study(bench, options)
+        show(numbers)
         runs.append(
-            {"suite": suite, "machine": f"{card}, torch {torch.__version__}", "arguments": used, **found}
+            {"suite": suite, "machine": f"{card}, torch {torch.__version__}", "arguments": used, **numbers}
         )
     if options.out:
         options.out.write_text(json.dumps(runs, indent=1) + "\n")

@@ -36,8 +36,8 @@ class Glyphs:
         self.style = torch.tensor([STYLES.index(face.style) for face, _ in pairs], device=device)
         self.family = torch.tensor([FAMILIES.index(face.family) for face, _ in pairs], device=device)
         codes = sorted({code for _, code in pairs})
-        place = {code: i for i, code in enumerate(codes)}
-        self.character = torch.tensor([place[code] for _, code in pairs], device=device)
+        index = {code: i for i, code in enumerate(codes)}
+        self.character = torch.tensor([index[code] for _, code in pairs], device=device)
         common = [i for i, (_, code) in enumerate(pairs) if any(a <= code < b for a, b in COMMON)]
         self.common = torch.tensor(common, device=device)
         self.names = self._tokens([unicodedata.name(chr(code)).lower() for code in codes])
@@ -107,11 +107,11 @@ class Glyphs:
 
 def _join(tokens: Tensor) -> Tensor:
     """Close the gaps (zeros), cut to the context and set start and end: `[B, L]` to `[B, CONTEXT]`."""
-    said = tokens != 0
-    place = said.cumsum(1) * said
+    used = tokens != 0
+    positions = used.cumsum(1) * used
     room = torch.zeros(len(tokens), tokens.shape[1] + 2, dtype=tokens.dtype, device=tokens.device)
-    room = room.scatter(1, place, tokens)[:, :CONTEXT]
-    stop = (said.sum(1, keepdim=True) + 1).clamp(max=CONTEXT - 1)
+    room = room.scatter(1, positions, tokens)[:, :CONTEXT]
+    stop = (used.sum(1, keepdim=True) + 1).clamp(max=CONTEXT - 1)
     room[:, 0] = START
     room = room.scatter(1, stop, END)
     return room * (torch.arange(CONTEXT, device=tokens.device) <= stop)

@@ -22,11 +22,11 @@ HEAD = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 
 def experts(model: nn.Module, names=("a", "b", "c"), scale: float = 0.3):
     base = {n: t.clone() for n, t in model.state_dict().items()}
-    found = {}
+    models = {}
     for seed, name in enumerate(names):
         generator = torch.Generator().manual_seed(seed)
-        found[name] = {n: t + scale * torch.randn(t.shape, generator=generator) for n, t in base.items()}
-    return base, found
+        models[name] = {n: t + scale * torch.randn(t.shape, generator=generator) for n, t in base.items()}
+    return base, models
 
 
 def tasks(names=("a", "b")) -> dict[str, Sample]:
@@ -167,7 +167,9 @@ def test_ctl_is_its_definition_per_block() -> None:
     samples = [Sample(Rows(), "train", torch.arange(9))]
     blocks = find_blocks(model)
     assert list(blocks) == ["layers.0", "layers.1", "layers.2"]
-    found = cross_task_linearity(model, blocks, Weights(model, base, ends), ("a", "b"), samples, batch_size=4)
+    linearity = cross_task_linearity(
+        model, blocks, Weights(model, base, ends), ("a", "b"), samples, batch_size=4
+    )
 
     def features(state):
         model.load_state_dict(state)
@@ -177,13 +179,13 @@ def test_ctl_is_its_definition_per_block() -> None:
             y = torch.tanh(kept[-1])
         return kept
 
-    places = [{"a": 0.3, "b": 0.3}, {"a": 0.6}, {"b": 0.6}]
-    merged, one, other = (features(at(base, ends, **p)) for p in places)
-    for value, m, s, t in zip(found.values(), merged, one, other, strict=True):
+    weights = [{"a": 0.3, "b": 0.3}, {"a": 0.6}, {"b": 0.6}]
+    merged, one, other = (features(at(base, ends, **p)) for p in weights)
+    for value, m, s, t in zip(linearity.values(), merged, one, other, strict=True):
         near = nn.functional.cosine_similarity(m, (s + t) / 2, dim=1)
         assert value == pytest.approx(float((1 - near).mean()), abs=1e-6)
-    assert found["layers.0"] == pytest.approx(0, abs=1e-6)
-    assert found["layers.2"] > 1e-4
+    assert linearity["layers.0"] == pytest.approx(0, abs=1e-6)
+    assert linearity["layers.2"] > 1e-4
 
 
 def test_a_model_without_blocks_is_refused() -> None:

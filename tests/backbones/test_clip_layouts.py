@@ -57,9 +57,9 @@ def theirs():
 
 @pytest.fixture(scope="module")
 def folder(theirs, tmp_path_factory):
-    place = tmp_path_factory.mktemp("clip")
-    theirs.save_pretrained(place)
-    return place
+    folder = tmp_path_factory.mktemp("clip")
+    theirs.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture
@@ -145,8 +145,8 @@ def test_state_dicts_below_a_prefix_are_found(prefix):
     """Task arithmetic's encoders hold the whole model as `model`."""
     whole = room.make_whole_model(OpenClip("tiny-layout", None, seed=1).key).state_dict()
     base = OpenClip("tiny-layout", None).make_model().state_dict()
-    found = as_image_tower({prefix + name: tensor for name, tensor in whole.items()}, base, "cars")
-    assert all(torch.equal(found[name], whole[name]) for name in base)
+    tower = as_image_tower({prefix + name: tensor for name, tensor in whole.items()}, base, "cars")
+    assert all(torch.equal(tower[name], whole[name]) for name in base)
 
 
 def test_an_expert_of_another_architecture_is_refused_by_its_tensors(theirs):
@@ -165,15 +165,15 @@ def test_a_pickle_of_a_whole_module_is_refused_with_the_way_out(tmp_path):
         open_checkpoint(tmp_path / "finetuned.pt")
 
 
-def _image_tower(theirs, kind: str, place):
+def _image_tower(theirs, kind: str, folder):
     """The image tower of a whole model as a folder: in transformers' layouts, or in open_clip's."""
     from transformers import CLIPVisionModel, CLIPVisionModelWithProjection
 
     if kind == "open_clip":
         whole = from_transformers(theirs.state_dict())
-        torch.save({n: t for n, t in whole.items() if n.startswith("visual.")}, place / "open_clip_model.pt")
-        (place / "open_clip_config.json").write_text('{"model_cfg": {"quick_gelu": true}}')
-        return place
+        torch.save({n: t for n, t in whole.items() if n.startswith("visual.")}, folder / "open_clip_model.pt")
+        (folder / "open_clip_config.json").write_text('{"model_cfg": {"quick_gelu": true}}')
+        return folder
     classes = {
         "CLIPVisionModel": CLIPVisionModel,
         "CLIPVisionModelWithProjection": CLIPVisionModelWithProjection,
@@ -184,8 +184,8 @@ def _image_tower(theirs, kind: str, place):
         "" if "vision_model.pre_layrnorm.bias" in model.state_dict() else "vision_model.",
     )
     model.load_state_dict({name: whole[stem + name] for name in model.state_dict()})
-    model.save_pretrained(place)
-    return place
+    model.save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.parametrize("kind", ["CLIPVisionModel", "CLIPVisionModelWithProjection", "open_clip"])

@@ -22,8 +22,8 @@ def test_choice_scores_are_the_log_likelihoods_of_each_choice_after_its_prompt(f
     objective, samples = backbone.make_objective(Colors()), Colors().load_samples("test")
     prompts = objective.encode("test").prompts[:5]
     with torch.no_grad():
-        found = objective.score_choices(backbone.make_model(), prompts)
-    for row, prompt in zip(found, samples.prompts, strict=False):
+        scores = objective.score_choices(backbone.make_model(), prompts)
+    for row, prompt in zip(scores, samples.prompts, strict=False):
         for value, choice in zip(row, Colors().choices, strict=True):
             torch.testing.assert_close(value, -one_loss(backbone, kind, prompt, choice), rtol=1e-4, atol=1e-4)
 
@@ -31,10 +31,10 @@ def test_choice_scores_are_the_log_likelihoods_of_each_choice_after_its_prompt(f
 def test_the_likeliest_choice_is_the_answer_for_any_batch_size(folders, kind) -> None:
     backbone = tiny_backbone(folders[kind], kind)
     objective, model = backbone.make_objective(Colors()), backbone.make_model()
-    found = [score(model, objective, "test", batch_size=size) for size in (1, 7, 512)]
-    assert found[0].predictions == found[1].predictions == found[2].predictions
-    right = [p == a for p, a in zip(found[0].predictions, Colors().load_samples("test").answers, strict=True)]
-    assert found[0].value == sum(right) / len(right)
+    scores = [score(model, objective, "test", batch_size=size) for size in (1, 7, 512)]
+    assert scores[0].predictions == scores[1].predictions == scores[2].predictions
+    right = [p == a for p, a in zip(scores[0].predictions, Colors().load_samples("test").answers, strict=True)]
+    assert scores[0].value == sum(right) / len(right)
 
 
 def test_generated_answers_are_those_of_one_prompt_at_a_time_without_a_cache(folders, kind) -> None:
@@ -45,8 +45,8 @@ def test_generated_answers_are_those_of_one_prompt_at_a_time_without_a_cache(fol
         backbone.make_model(),
         load_tokenizer(str(folders[kind])),
     )
-    found = score(model, objective, "test", batch_size=7).predictions
-    for place, prompt in enumerate(objective.encode("test").prompts[:6]):
+    predictions = score(model, objective, "test", batch_size=7).predictions
+    for index, prompt in enumerate(objective.encode("test").prompts[:6]):
         row = prompt[None]
         made = [259] if kind == "t5" else []
         for _ in range(5):
@@ -58,7 +58,7 @@ def test_generated_answers_are_those_of_one_prompt_at_a_time_without_a_cache(fol
             made.append(int(logits[0, -1].argmax()))
             if made[-1] == 256:
                 break
-        assert found[place] == tok.decode(made, skip_special_tokens=True)
+        assert predictions[index] == tok.decode(made, skip_special_tokens=True)
 
 
 def test_a_forward_pass_has_the_rows_whose_logits_fit_of_those_that_it_makes(folders, monkeypatch) -> None:
@@ -87,10 +87,10 @@ def test_padding_that_sees_nothing_does_not_reach_answers_where_cudnn_makes_it_n
     real = functional.scaled_dot_product_attention
 
     def as_cudnn(query, key, value, attn_mask=None, **options):
-        found = real(query, key, value, attn_mask=attn_mask, **options)
+        attended = real(query, key, value, attn_mask=attn_mask, **options)
         if attn_mask is not None and torch.backends.cuda.cudnn_sdp_enabled():
-            found = found.masked_fill(~attn_mask.any(dim=-1, keepdim=True), torch.nan)
-        return found
+            attended = attended.masked_fill(~attn_mask.any(dim=-1, keepdim=True), torch.nan)
+        return attended
 
     backbone = tiny_backbone(folders["llama"], "llama", answering="generate")
     objective, model = backbone.make_objective(Colors()), backbone.make_model()
@@ -171,9 +171,9 @@ def test_decoding_without_a_cache_gives_what_transformers_gives(folders, kind) -
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.5 * torch.randn_like(p))
-        found = objective.predict(Uncached(model), "test", index)
-        assert found == objective.predict(model, "test", index)
-    assert len(set(found)) > 1
+        predictions = objective.predict(Uncached(model), "test", index)
+        assert predictions == objective.predict(model, "test", index)
+    assert len(set(predictions)) > 1
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
@@ -200,8 +200,8 @@ def test_choices_of_a_linearized_model_are_scored_by_the_expansion_of_all_of_it(
     with torch.no_grad():
         for p in tangent.parameters():
             p.add_(0.1 * torch.randn_like(p))
-        found = objective.score_choices(tangent, prompts)
-        wanted = torch.zeros_like(found)
+        scores = objective.score_choices(tangent, prompts)
+        wanted = torch.zeros_like(scores)
         for i, prompt in enumerate(prompts):
             for j, choice in enumerate(choices):
                 if kind == "t5":
@@ -209,4 +209,4 @@ def test_choices_of_a_linearized_model_are_scored_by_the_expansion_of_all_of_it(
                 else:
                     logits = tangent(torch.cat([prompt, choice])[None]).logits[0, len(prompt) - 1 : -1]
                 wanted[i, j] = logits.log_softmax(1).gather(1, choice[:, None]).sum()
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(scores, wanted, rtol=1e-4, atol=1e-4)

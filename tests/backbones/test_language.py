@@ -24,10 +24,10 @@ def test_a_batchs_loss_is_the_sum_over_its_samples_answer_tokens_whatever_the_pa
     objective, index = backbone.make_objective(Colors()), torch.tensor([3, 0, 2, 7])
     batch = objective.make_batch("train", index)
     with torch.no_grad():
-        found = objective.compute_loss(backbone.make_model(), batch)
+        loss = objective.compute_loss(backbone.make_model(), batch)
     samples, whole = Colors().load_samples("train"), loss_on == "all"
     wanted = sum(one_loss(backbone, kind, samples.prompts[i], samples.answers[i], whole) for i in index)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-5)
     answers = sum(len(samples.answers[i]) + 1 for i in index)
     rest = sum(len(f"{samples.prompts[i]}") + 2 for i in index) if loss_on == "all" else 0
     assert int(objective.count_items(batch)) == answers + rest
@@ -51,11 +51,11 @@ def test_a_linearized_seq2seq_model_is_scored_and_learns_by_one_expansion_of_bot
 
     prompts, choices = objective.encode("train").prompts[:3], Colors().choices
     with torch.no_grad():
-        found = objective.score_choices(model, prompts)
+        scores = objective.score_choices(model, prompts)
         loss = objective.compute_loss(model, objective.make_batch("train", torch.arange(3)))
         wanted = torch.stack([torch.stack([likelihood(p, c) for c in choices]) for p in prompts])
         wanted_loss = -sum(likelihood(p, a) for p, a in zip(prompts, samples.answers, strict=False))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(scores, wanted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(loss, wanted_loss, rtol=1e-4, atol=1e-4)
 
 
@@ -144,7 +144,7 @@ def test_rows_longer_than_a_models_positions_are_refused(folders, kind, tmp_path
 
 
 def test_checkpointing_computes_blocks_again_and_leaves_loss_and_gradient_as_they_are(folders, kind) -> None:
-    found = []
+    passes = []
     for checkpointing in (False, True):
         backbone = tiny_backbone(folders[kind], kind, checkpointing=checkpointing)
         objective, model = backbone.make_objective(Colors()), backbone.make_model().train()
@@ -155,8 +155,8 @@ def test_checkpointing_computes_blocks_again_and_leaves_loss_and_gradient_as_the
         loss = objective.compute_loss(model, objective.make_batch("train", torch.arange(4)))
         loss.backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-        found.append((loss.detach(), gradient, len(entered)))
-    (loss, gradient, count), (loss_again, gradient_again, count_again) = found
+        passes.append((loss.detach(), gradient, len(entered)))
+    (loss, gradient, count), (loss_again, gradient_again, count_again) = passes
     torch.testing.assert_close(loss_again, loss)
     torch.testing.assert_close(gradient_again, gradient)
     assert count_again == 2 * count
@@ -190,7 +190,7 @@ def test_packed_rows_have_the_loss_the_items_and_the_gradient_of_samples_apart(
     folders, kind, loss_on, caplog
 ) -> None:
     caplog.set_level(logging.INFO)
-    index, found = torch.arange(12), []
+    index, batches = torch.arange(12), []
     for packing in (False, True):
         backbone = tiny_backbone(folders[kind], kind, loss_on=loss_on, packing=packing)
         objective, model = backbone.make_objective(Colors()), backbone.make_model()
@@ -198,8 +198,8 @@ def test_packed_rows_have_the_loss_the_items_and_the_gradient_of_samples_apart(
         loss = objective.compute_loss(model, batch)
         loss.backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-        found.append((loss.detach(), objective.count_items(batch), gradient, len(batch["labels"])))
-    (loss, items, gradient, _), (packed_loss, packed_items, packed_gradient, rows) = found
+        batches.append((loss.detach(), objective.count_items(batch), gradient, len(batch["labels"])))
+    (loss, items, gradient, _), (packed_loss, packed_items, packed_gradient, rows) = batches
     torch.testing.assert_close(packed_loss, loss)
     torch.testing.assert_close(packed_gradient, gradient, rtol=1e-4, atol=1e-5)
     assert int(packed_items) == int(items)
@@ -231,8 +231,8 @@ def test_models_that_do_not_go_by_a_mask_choose_right_and_refuse_packing(name, t
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.2 * torch.randn_like(p))
-        found = objective.score_choices(model, prompts)
-        for row, prompt in zip(found, prompts, strict=True):
+        scores = objective.score_choices(model, prompts)
+        for row, prompt in zip(scores, prompts, strict=True):
             for value, choice in zip(row, objective._choices, strict=True):
                 logits = model(torch.cat([prompt, choice])[None]).logits[0, len(prompt) - 1 : -1]
                 wanted = -functional.cross_entropy(logits, choice, reduction="sum")

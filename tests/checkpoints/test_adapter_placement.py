@@ -345,8 +345,8 @@ def test_an_adapter_is_found_by_its_file_and_in_a_folder_of_its_name(tmp_path) -
     base = open_checkpoint(llama().state_dict())
     wanted = open_checkpoint(tmp_path / "run" / "math", base=base)
     for source in (tmp_path / "run", tmp_path / "run" / "math" / "adapter_model.safetensors"):
-        found = open_checkpoint(source, base=base)
-        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        expert = open_checkpoint(source, base=base)
+        assert all(torch.equal(expert[name], value) for name, value in wanted.items())
     adapted.add_adapter("code", LoraConfig(**QV))
     adapted.save_pretrained(tmp_path / "run")
     with pytest.raises(InputError, match=r"\(code, math\)"):

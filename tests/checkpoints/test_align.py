@@ -42,9 +42,9 @@ def test_an_untied_model_with_equal_values_is_not_tied(tmp_path) -> None:
 def test_second_names_are_left_out_or_added_as_the_base_has_them(tmp_path) -> None:
     once = open_checkpoint(save(llama(tied=True), tmp_path / "once"))
     twice = open_checkpoint(with_all_names(tuned(llama(tied=True), 1), tmp_path / "twice"), "twice")
-    said = []
-    assert set(align(once, twice, say=said.append)) == set(once)
-    assert said == [f"twice: {HEAD} is {EMBED}, tied as in the base"]
+    lines = []
+    assert set(align(once, twice, say=lines.append)) == set(once)
+    assert lines == [f"twice: {HEAD} is {EMBED}, tied as in the base"]
     longer = align(twice, once)
     assert set(longer) == set(twice)
     assert torch.equal(longer[HEAD], once[EMBED])
@@ -74,18 +74,20 @@ SMALL = {"model.w": torch.randn(3), "head.b": torch.randn(2), "head.c": torch.ra
 def test_a_prefix_of_every_name_is_left_out_or_added(prefix: str) -> None:
     plain, longer = SMALL, {prefix + n: t for n, t in SMALL.items()}
     for base, expert in ((plain, longer), (longer, plain)):
-        said = []
-        found = align(open_checkpoint(base), open_checkpoint(expert, "x"), say=said.append)
-        assert found.keys() == base.keys()
-        assert all(torch.equal(found[n], t) for n, t in base.items())
-        assert prefix in said[0] or "are spelled as in the base" in said[0]
+        lines = []
+        aligned = align(open_checkpoint(base), open_checkpoint(expert, "x"), say=lines.append)
+        assert aligned.keys() == base.keys()
+        assert all(torch.equal(aligned[n], t) for n, t in base.items())
+        assert prefix in lines[0] or "are spelled as in the base" in lines[0]
 
 
 def test_only_as_much_of_a_prefix_is_left_out_as_the_base_lacks() -> None:
     """A tied model has no `lm_head`, so that every name starts with the base's own `model.` too."""
     base = {"model.embed.weight": torch.randn(3, 2), "model.norm.weight": torch.randn(2)}
-    found = align(open_checkpoint(base), open_checkpoint({f"base_model.model.{n}": t for n, t in base.items()}))
-    assert found.keys() == base.keys()
+    aligned = align(
+        open_checkpoint(base), open_checkpoint({f"base_model.model.{n}": t for n, t in base.items()})
+    )
+    assert aligned.keys() == base.keys()
 
 
 def test_wrappers_within_names_and_older_spellings_are_no_difference() -> None:
@@ -100,9 +102,9 @@ def test_wrappers_within_names_and_older_spellings_are_no_difference() -> None:
         "bert.w": base["bert.w"],
     }
     for one, other in ((base, older), (older, base)):
-        found = align(open_checkpoint(one), open_checkpoint(other))
-        assert found.keys() == one.keys()
-        assert all(torch.equal(found[n], t) for n, t in one.items())
+        aligned = align(open_checkpoint(one), open_checkpoint(other))
+        assert aligned.keys() == one.keys()
+        assert all(torch.equal(aligned[n], t) for n, t in one.items())
 
 
 def test_names_that_do_not_fit_are_left_alone() -> None:
@@ -124,13 +126,13 @@ COMPUTED = {
 def test_buffers_that_a_model_computes_may_be_here_and_lack_there() -> None:
     kept = {"h.0.attn.c_attn.bias": torch.randn(3), "other.attn.bias": torch.randn(4)}
     plain, full = open_checkpoint(kept, "plain"), open_checkpoint(kept | COMPUTED, "full")
-    said = []
-    assert align(plain, full, say=said.append).keys() == kept.keys()
-    given = align(full, plain, say=said.append)
-    assert given.keys() == full.keys()
-    assert all(torch.equal(given[n], t) for n, t in COMPUTED.items())
-    assert "model computes are left" in said[0]
-    assert "model computes are taken" in said[1]
+    lines = []
+    assert align(plain, full, say=lines.append).keys() == kept.keys()
+    aligned = align(full, plain, say=lines.append)
+    assert aligned.keys() == full.keys()
+    assert all(torch.equal(aligned[n], t) for n, t in COMPUTED.items())
+    assert "model computes are left" in lines[0]
+    assert "model computes are taken" in lines[1]
     longer = open_checkpoint(kept | COMPUTED | {"embeddings.position_ids": torch.arange(9)[None]})
     assert torch.equal(align(full, longer)["embeddings.position_ids"], COMPUTED["embeddings.position_ids"])
 
@@ -148,9 +150,9 @@ def test_a_silent_configuration_ties_as_its_model_type_does(tmp_path) -> None:
         ("bert", bert, {"cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight"}),
         ("llama", lambda: llama(tied=True), {}),
     ):
-        found = open_checkpoint(without_the_flag(with_all_names(make(), tmp_path / name))).find_ties()
-        assert tied.items() <= found.items()
-        assert bool(found) == bool(tied)
+        ties = open_checkpoint(without_the_flag(with_all_names(make(), tmp_path / name))).find_ties()
+        assert tied.items() <= ties.items()
+        assert bool(ties) == bool(tied)
 
 
 def test_model_types_that_are_said_to_tie_do_so_in_transformers() -> None:
@@ -185,9 +187,9 @@ def test_heads_are_known_by_what_models_call_them(embedding: str, head: str) -> 
 
 def test_t5_1_1_shares_its_embeddings_and_has_a_head_of_its_own(tmp_path) -> None:
     """With the configuration of transformers 5 (tied, but scale_decoder_outputs is false) and of 4."""
-    for number, said in enumerate(({}, {"tie_word_embeddings": False, "scale_decoder_outputs": None})):
+    for number, flags in enumerate(({}, {"tie_word_embeddings": False, "scale_decoder_outputs": None})):
         base = with_all_names(t5_1_1(), tmp_path / f"base-{number}")
-        config = json.loads((base / "config.json").read_text()) | said
+        config = json.loads((base / "config.json").read_text()) | flags
         (base / "config.json").write_text(json.dumps(config))
         twice = open_checkpoint(base)
         assert twice.find_ties() == {
@@ -224,11 +226,11 @@ def test_names_and_stacks_in_memory_are_those_of_the_files_of_that_model(make, t
     stored = align(open_checkpoint(tmp_path / "base"), open_checkpoint(states["expert"], "memory"))
     memory = align(open_checkpoint(states["base"]), open_checkpoint(tmp_path / "expert"))
     assert files["base"].keys() != states["base"].keys()
-    for found, wanted in ((stored, files["expert"]), (memory, states["expert"])):
-        assert set(found) == set(wanted)
+    for checkpoint, wanted in ((stored, files["expert"]), (memory, states["expert"])):
+        assert set(checkpoint) == set(wanted)
         for name, value in wanted.items():
-            assert found.specs[name].shape == value.shape
-            assert torch.equal(found[name], value)
+            assert checkpoint.specs[name].shape == value.shape
+            assert torch.equal(checkpoint[name], value)
 
 
 def test_a_tower_is_found_in_the_whole_model_by_its_class_or_not_at_all(tmp_path) -> None:
@@ -240,10 +242,10 @@ def test_a_tower_is_found_in_the_whole_model_by_its_class_or_not_at_all(tmp_path
         part = getattr(transformers, kind).from_pretrained(base)
         part.save_pretrained(tmp_path / kind)
         for source in (tmp_path / kind, part.state_dict()):  # all names of a tower are not the other's
-            found = align(open_checkpoint(base), open_checkpoint(source))
-            assert len(found) == len(part.state_dict())
+            aligned = align(open_checkpoint(base), open_checkpoint(source))
+            assert len(aligned) == len(part.state_dict())
             assert all(
-                name.startswith(tower) and torch.equal(value, whole[name]) for name, value in found.items()
+                name.startswith(tower) and torch.equal(value, whole[name]) for name, value in aligned.items()
             )
     layers = {n: t for n, t in part.state_dict().items() if n.startswith("encoder.")}
     with pytest.raises(InputError, match=r"\(text_model\., vision_model\.\)"):

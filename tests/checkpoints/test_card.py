@@ -30,7 +30,7 @@ def holes(file: Path, mebibytes: int, mark: int | None = None) -> Path:
     return file
 
 
-def told(file: Path) -> dict[str, object]:
+def summarize_file(file: Path) -> dict[str, object]:
     return dict(fingerprint(open_checkpoint(file))["files"][file.name])
 
 
@@ -43,7 +43,7 @@ def card(file: Path, name: str = "cars", **more: Any) -> str:
 
 def test_small_files_have_their_sha256(tmp_path) -> None:
     small = holes(tmp_path / "small.safetensors", 1)
-    assert told(small) == {
+    assert summarize_file(small) == {
         "bytes": small.stat().st_size,
         "sha256": hashlib.sha256(small.read_bytes()).hexdigest(),
     }
@@ -53,10 +53,11 @@ def test_small_files_have_their_sha256(tmp_path) -> None:
 def test_large_files_are_sampled_and_the_card_says_what_that_does_not_see(tmp_path) -> None:
     large = holes(tmp_path / "large.safetensors", 40)
     hashes = {
-        mark: told(holes(tmp_path / "marked.safetensors", 40, mark))["sampled_sha256"] for mark in (0, 1 << 19)
+        mark: summarize_file(holes(tmp_path / "marked.safetensors", 40, mark))["sampled_sha256"]
+        for mark in (0, 1 << 19)
     }
-    assert hashes[0] != told(large)["sampled_sha256"]
-    assert hashes[1 << 19] == told(large)["sampled_sha256"]
+    assert hashes[0] != summarize_file(large)["sampled_sha256"]
+    assert hashes[1 << 19] == summarize_file(large)["sampled_sha256"]
     assert "over 32 MiB" in SAMPLED
     assert SAMPLED in card(large)
 

@@ -71,9 +71,9 @@ def test_what_of_an_expert_is_not_taken_is_said(chat, tmp_path) -> None:
     base, experts = chat
     out = merge(base, experts, tmp_path / "out", WeightAverage(), device="cpu")
     assert ends(out) == (34, 34, 34, None)
-    said = notes(out)
-    assert "tokenizer's end token 't35'" in said
-    assert "tokenizer_from=e takes" in said
+    notes_text = notes(out)
+    assert "tokenizer's end token 't35'" in notes_text
+    assert "tokenizer_from=e takes" in notes_text
     assert "not taken" not in notes(merge(base, {"b": base}, tmp_path / "o", WeightAverage(), device="cpu"))
 
 
@@ -81,8 +81,8 @@ def test_a_template_for_tools_alone_is_one(chat) -> None:
     base, experts = chat
     (base / "additional_chat_templates").mkdir()
     (base / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
-    said = describe_tokenizer(experts["e"], {"b": base}, experts["e"], "e")
-    assert said[0].startswith("warning: chat template, end tokens")
+    lines = describe_tokenizer(experts["e"], {"b": base}, experts["e"], "e")
+    assert lines[0].startswith("warning: chat template, end tokens")
 
 
 def test_settings_come_back_with_a_model_that_is_expanded_from_factors(chat, tmp_path) -> None:

@@ -153,7 +153,7 @@ def test_an_adapter_that_has_a_name_lies_in_a_folder_below_the_repositorys(
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "hub_id"),
     [
         ("org/name", ("org/name", None)),
         ("org/name-1.5@v1", ("org/name-1.5", "v1")),
@@ -165,8 +165,8 @@ def test_an_adapter_that_has_a_name_lies_in_a_folder_below_the_repositorys(
         ("name", None),
     ],
 )
-def test_which_strings_could_be_hub_ids(text, found) -> None:
-    assert hub.parse_hub_id(text) == found
+def test_which_strings_could_be_hub_ids(text, hub_id) -> None:
+    assert hub.parse_hub_id(text) == hub_id
 
 
 def test_a_proxy_that_does_not_answer_is_a_network_that_is_not_there(monkeypatch) -> None:

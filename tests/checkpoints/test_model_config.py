@@ -98,9 +98,9 @@ def test_timms_architecture_and_labels_are_compared(tmp_path) -> None:
         (tmp_path / name).mkdir()
         save_file({"head.weight": torch.ones(2)}, tmp_path / name / "model.safetensors")
         (tmp_path / name / "config.json").write_text(json.dumps(config))
-    said = [compared(tmp_path / "base", tmp_path / name).problems[0] for name in ("quick", "turned")]
-    assert "architecture is vit_quickgelu" in said[0]
-    assert "label_names is ['yes', 'no']" in said[1]
+    problems = [compared(tmp_path / "base", tmp_path / name).problems[0] for name in ("quick", "turned")]
+    assert "architecture is vit_quickgelu" in problems[0]
+    assert "label_names is ['yes', 'no']" in problems[1]
 
 
 def test_other_keys_are_a_warning(tmp_path) -> None:
@@ -127,9 +127,9 @@ def test_parts_are_compared_with_their_part_of_a_larger_model(tmp_path) -> None:
     for part, keys in (("encoder", {}), ("decoder", {"hidden_act": "relu"})):
         expert = with_config(getattr(pair, part), tmp_path / part, **keys)
         base = open_checkpoint(tmp_path / "pair")
-        found = compare_configs(base, {"a": align(base, open_checkpoint(expert))})
-        said = [problem.split("configuration: ")[1] for problem in found.problems]
-        assert [text.partition(" (")[0] for text in said] == [f"{part}.{key} is relu" for key in keys]
+        comparison = compare_configs(base, {"a": align(base, open_checkpoint(expert))})
+        problems = [problem.split("configuration: ")[1] for problem in comparison.problems]
+        assert [text.partition(" (")[0] for text in problems] == [f"{part}.{key} is relu" for key in keys]
 
 
 def test_a_configuration_that_transformers_does_not_know_is_compared_as_it_stands(tmp_path) -> None:

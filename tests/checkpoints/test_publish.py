@@ -244,19 +244,19 @@ def test_two_merges_of_one_host_and_process_number_do_not_touch_each_other(tmp_p
 
 @pytest.mark.parametrize("target", ["merge", "empty", "nothing"])
 def test_where_out_is_a_link_what_it_leads_to_is_written_and_the_link_stays(target: str, tmp_path) -> None:
-    place, link = tmp_path / "disk/model", tmp_path / "out"
+    model, link = tmp_path / "disk/model", tmp_path / "out"
     if target == "merge":
-        with make_folder(place) as folder:
+        with make_folder(model) as folder:
             (folder / RECORD).write_text("old")
     elif target == "empty":
-        place.mkdir(parents=True)
-    link.symlink_to(place)
+        model.mkdir(parents=True)
+    link.symlink_to(model)
     with make_folder(link, overwrite=target == "merge") as folder:
         (folder / RECORD).write_text("new")
     assert link.is_symlink()
-    assert (place / RECORD).read_text() == "new"
+    assert (model / RECORD).read_text() == "new"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["disk", "out"]
-    assert [p.name for p in place.parent.iterdir()] == ["model"]
+    assert [p.name for p in model.parent.iterdir()] == ["model"]
 
 
 KILLED = """

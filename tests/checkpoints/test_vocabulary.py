@@ -30,10 +30,10 @@ def test_a_difference_is_an_error_with_the_choices_spelled_out(folders) -> None:
     base, longer, mixed = opened(*folders)
     with pytest.raises(InputError) as caught:
         reconcile(base, [longer, mixed])
-    said = str(caught.value)
+    message = str(caught.value)
     sizes = ("'longer' has 38 rows (36 in the base)", "t36, t37", "'mixed' has 37", "matched by their string")
     for text in (*sizes, "embeddings=intersect", "embeddings=pad", "embeddings=base"):
-        assert text in said
+        assert text in message
     with pytest.raises(InputError, match="did you mean 'intersect'"):
         reconcile(base, [longer], "intersec")
 
@@ -218,11 +218,11 @@ def test_as_many_rows_with_other_tokens_are_refused_without_a_choice(folders, tm
     base, _, _ = opened(*folders)
     chat = with_tokens(tmp_path / "chat", [f"t{n}" for n in range(35)] + ["<chat>"])
     turned = with_tokens(tmp_path / "turned", [f"t{n}" for n in (1, 0, *range(2, 36))])
-    for other, said in (
+    for other, message in (
         (chat, r"tokens: 1 only there \(<chat>\), 1 only in the base \(t35\)"),
         (turned, r"2 in other rows \(t0, t1\)"),
     ):
-        with pytest.raises(InputError, match=rf"{said}(.|\n)*embeddings=intersect"):
+        with pytest.raises(InputError, match=rf"{message}(.|\n)*embeddings=intersect"):
             reconcile(base, [other])
         assert reconcile(base, [other], "base").exclude == (EMBED, HEAD)
     assert reconcile(base, [base]).notes == ()

@@ -194,10 +194,10 @@ def test_the_file_written_for_a_merge_of_factors_needs_no_base_to_be_read(tmp_pa
 
 def test_the_two_commands_make_the_dense_merge(tmp_path) -> None:
     base, experts = three(llama, tmp_path)
-    given = [f"base={base}", f"experts=[{experts['cars']},{experts['svhn']}]", "merger=tsvm", "device=cpu"]
+    inputs = [f"base={base}", f"experts=[{experts['cars']},{experts['svhn']}]", "merger=tsvm", "device=cpu"]
     commands = [
-        ["+experiment=merge_checkpoints", *given, f"out={tmp_path / 'dense'}"],
-        ["+experiment=merge_checkpoints", *given, f"out={tmp_path / 'factors'}", "format=low_rank"],
+        ["+experiment=merge_checkpoints", *inputs, f"out={tmp_path / 'dense'}"],
+        ["+experiment=merge_checkpoints", *inputs, f"out={tmp_path / 'factors'}", "format=low_rank"],
         ["+experiment=expand", f"low_rank={tmp_path / 'factors'}", f"base={base}", f"out={tmp_path / 'out'}"],
     ]
     for overrides in commands:

@@ -76,14 +76,14 @@ def test_other_merges_are_those_of_the_products_cut_to_the_rank(world, tmp_path)
     base, method = make().state_dict(), TIES(preset="mergekit", density=0.5)
     dense = open_checkpoint(merge(world, tmp_path / "dense", method))
     out = merge(world, tmp_path / "lora", method, format="adapter", rank=4)
-    found, wanted = load(out, make), dict(dense)
+    extracted, wanted = load(out, make), dict(dense)
     names = [name for name in base if name in wanted and base[name].dim() == 2]
     lost = whole = 0.0
     for name in names:
         delta = wanted[name].double() - base[name].double()
         u, s, v = torch.linalg.svd(delta, full_matrices=False)
         best = (u[:, :4] * s[:4]) @ v[:4]
-        torch.testing.assert_close(found[name].double() - base[name].double(), best, rtol=1e-4, atol=2e-6)
+        torch.testing.assert_close(extracted[name].double() - base[name].double(), best, rtol=1e-4, atol=2e-6)
         lost, whole = lost + float(s[4:].square().sum()), whole + float(s.square().sum())
     assert f"relative error of what is added: {(lost / whole) ** 0.5:.3g}" in (out / "README.md").read_text()
     with pytest.raises(InputError, match="TIES is not a"):
@@ -98,10 +98,10 @@ def test_extract_makes_an_adapter_of_a_task_vector(world, kept, tmp_path) -> Non
     expert = tuned(make(), 4)
     state = expert.state_dict()
     out = mergekit_lab.extract(folder / "base", state, tmp_path / "lora", device="cpu", **kept)
-    base, found = make().state_dict(), load(out, make)
+    base, adapter = make().state_dict(), load(out, make)
     ranks = set()
     for name, value in state.items():
-        delta, own = value - base[name], found[name] - base[name]
+        delta, own = value - base[name], adapter[name] - base[name]
         linear = value.dim() == 2 and not any(part in name for part in ("embed", "wte", "wpe", "lm_head"))
         if not linear:
             continue
@@ -119,7 +119,7 @@ def test_extract_makes_an_adapter_of_a_task_vector(world, kept, tmp_path) -> Non
     assert ranks
     assert "weights of linear layers" in (out / "README.md").read_text()
     again = open_checkpoint(out, base=open_checkpoint(base))
-    assert all(torch.allclose(again[name], found[name], atol=1e-6) for name in again)
+    assert all(torch.allclose(again[name], adapter[name], atol=1e-6) for name in again)
 
 
 @pytest.mark.filterwarnings("ignore")

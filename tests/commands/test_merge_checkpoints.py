@@ -350,9 +350,9 @@ def test_the_card_tells_what_the_method_noted_of_the_tensors(format: str, tmp_pa
         format=format,
     )  # fmt: skip
     low, high = sorted(float(str(notes[name]["eta"])) for name in "ab")
-    said = f"eta: {(low + high) / 2:.4g} in the mean of 2 tensors, from {low:.4g} to {high:.4g}"
+    line = f"eta: {(low + high) / 2:.4g} in the mean of 2 tensors, from {low:.4g} to {high:.4g}"
     for text in (out / "README.md", out / "mergekit_lab.json"):
-        assert said in text.read_text()
+        assert line in text.read_text()
         assert "the base stays (1 tensors: c)" in text.read_text()
 
 

@@ -85,15 +85,15 @@ def test_text_experts_of_a_model_that_sees_and_a_dry_run_that_says_so(tmp_path) 
     inputs = (tmp_path / "base", {"a": tmp_path / "text.safetensors"}, METHOD)
     text_alone, all_but_eyes = {"include": ["model.*"]}, {"exclude": ["visual.*"]}
     for options, left in ((text_alone, {"visual", "lm_head"}), (all_but_eyes, {"visual"})):
-        found = report(prepare(*inputs, **options, read=False), tmp_path / "out", overwrite=True)
-        assert found.problems == []
+        summary = report(prepare(*inputs, **options, read=False), tmp_path / "out", overwrite=True)
+        assert summary.problems == []
         merge(*inputs[:2], tmp_path / "out", METHOD, device="cpu", overwrite=True, **options)
         merged = load_file(tmp_path / "out" / "model.safetensors")
         for name, value in base.items():
             wanted = value if name.split(".")[0] in left else text[name]
             torch.testing.assert_close(merged[name], wanted)
-    found = report(prepare(*inputs, read=False), tmp_path / "out")
-    assert any("a lacks" in problem and "visual" in problem for problem in found.problems)
+    summary = report(prepare(*inputs, read=False), tmp_path / "out")
+    assert any("a lacks" in problem and "visual" in problem for problem in summary.problems)
 
 
 def test_an_image_tower_into_a_whole_model(tmp_path) -> None:

@@ -30,11 +30,11 @@ from mergekit_lab.programs import start
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    place = tmp_path_factory.mktemp("recipes")
-    save(llama(layers=4), place / "base")
+    folder = tmp_path_factory.mktemp("recipes")
+    save(llama(layers=4), folder / "base")
     for seed, name in enumerate("abc", 1):
-        save(tuned(llama(layers=4), seed), place / name)
-    return place
+        save(tuned(llama(layers=4), seed), folder / name)
+    return folder
 
 
 @pytest.fixture(autouse=True)

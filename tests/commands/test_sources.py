@@ -135,19 +135,19 @@ def test_the_command_as_it_is_documented(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "argument",
     [
         *("experts=[cars,svhn]", "experts={cars: cars, svhn: svhn}"),
         *("experts=@list.txt", "experts=@named.txt", "experts=@marked.txt"),
     ],
 )
-def test_experts_may_be_given_in_several_ways(given: str, tmp_path, monkeypatch) -> None:
+def test_experts_may_be_given_in_several_ways(argument: str, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     base, experts = three(llama, tmp_path)
     (tmp_path / "list.txt").write_text("# two\ncars\n\n  svhn\n")
     (tmp_path / "named.txt").write_text("\ufeffcars=cars\nsvhn = svhn\n", encoding="utf-8")
     (tmp_path / "marked.txt").write_text("\ufeffcars\nsvhn\n", encoding="utf-8")
-    merge_command(tmp_path, "base=base", given, "out=out", "merger=dare", "seed=3", "overwrite=true")
+    merge_command(tmp_path, "base=base", argument, "out=out", "merger=dare", "seed=3", "overwrite=true")
     wanted = merge_state_dicts(base, experts, DARE(seed=3))
     assert all(torch.equal(open_checkpoint(tmp_path / "out")[n], t) for n, t in wanted.items())
 

@@ -31,18 +31,18 @@ def data(count: int = 20):
 
 def test_it_equals_a_loop_over_samples(model) -> None:
     x, y = data()
-    found = diagonal_fisher(model, [(x[:11], y[:11]), (x[11:], y[11:])], chunk=4)
+    fisher = diagonal_fisher(model, [(x[:11], y[:11]), (x[11:], y[11:])], chunk=4)
     wanted = dense(model.eval(), x, y)
     for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(fisher[name], value, rtol=1e-5, atol=1e-9)
 
 
 def test_it_is_not_the_square_of_the_batch_gradient(model) -> None:
     x, y = data()
     model.eval()
     functional.cross_entropy(model(x), y).backward()
-    found = diagonal_fisher(model, [(x, y)])
-    assert not torch.allclose(found["0.weight"], model[0].weight.grad ** 2, rtol=0.1)
+    fisher = diagonal_fisher(model, [(x, y)])
+    assert not torch.allclose(fisher["0.weight"], model[0].weight.grad ** 2, rtol=0.1)
 
 
 def test_neither_chunks_nor_batches_matter(model) -> None:
@@ -57,9 +57,9 @@ def test_frozen_parameters_have_no_fisher_and_the_model_is_left_as_it_was(model)
     model[0].weight.requires_grad_(False)
     model.train()
     before = {n: p.clone() for n, p in model.named_parameters()}
-    found = diagonal_fisher(model, [data()])
-    assert "0.weight" not in found
-    assert "0.bias" in found
+    fisher = diagonal_fisher(model, [data()])
+    assert "0.weight" not in fisher
+    assert "0.bias" in fisher
     assert model.training
     assert all(torch.equal(p, before[n]) and p.grad is None for n, p in model.named_parameters())
 
@@ -70,9 +70,9 @@ def test_sampled_labels_follow_the_model_and_the_seed(model) -> None:
     model.eval()
     chances = model(x).softmax(-1)
     wanted = (chances * (1 - chances)).mean(0)
-    found = diagonal_fisher(model, [(x, y)], sampled=True, seed=3)["4.bias"]
-    torch.testing.assert_close(found, wanted.detach(), rtol=0.1, atol=0)
+    fisher = diagonal_fisher(model, [(x, y)], sampled=True, seed=3)["4.bias"]
+    torch.testing.assert_close(fisher, wanted.detach(), rtol=0.1, atol=0)
     again = diagonal_fisher(model, [(x, y)], sampled=True, seed=3)["4.bias"]
     other = diagonal_fisher(model, [(x, y)], sampled=True, seed=4)["4.bias"]
-    assert torch.equal(found, again)
-    assert not torch.equal(found, other)
+    assert torch.equal(fisher, again)
+    assert not torch.equal(fisher, other)

@@ -32,14 +32,14 @@ def test_every_linear_module_has_the_gram_of_its_inputs(name: str) -> None:
     case = CASES[name]()
     batches = [case.batch, {k: v[:2] for k, v in case.batch.items()}]
     rows = entering(case.model, lambda: [case.model(**b) for b in batches])
-    found = input_grams(case.model, batches)
+    grams = input_grams(case.model, batches)
     tied = {n for n, _ in case.model.named_modules()} - {
         n.rpartition(".")[0] for n, _ in case.model.named_parameters()
     }
-    assert {*rows} - tied == {*found} & {*rows}
-    for key in {*found} & {*rows}:
+    assert {*rows} - tied == {*grams} & {*rows}
+    for key in {*grams} & {*rows}:
         torch.testing.assert_close(
-            found[key].double(), rows[key].T @ rows[key] / len(rows[key]), rtol=1e-4, atol=1e-6
+            grams[key].double(), rows[key].T @ rows[key] / len(rows[key]), rtol=1e-4, atol=1e-6
         )
 
 
@@ -49,14 +49,14 @@ def test_the_projections_inside_torchs_attention_have_theirs() -> None:
     block = model.visual.transformer.resblocks[0]
     seen = []
     handle = block.ln_1.register_forward_hook(lambda m, a, out: seen.append(out.flatten(0, -2)))
-    found = input_grams(model, [(images, None)])
+    grams = input_grams(model, [(images, None)])
     handle.remove()
     key = "visual.transformer.resblocks.0.attn"
-    assert {f"{key}.in_proj", f"{key}.out_proj", key.replace("attn", "mlp.c_fc")} <= found.keys()
-    torch.testing.assert_close(found[f"{key}.in_proj"], seen[0].T @ seen[0] / len(seen[0]))
+    assert {f"{key}.in_proj", f"{key}.out_proj", key.replace("attn", "mlp.c_fc")} <= grams.keys()
+    torch.testing.assert_close(grams[f"{key}.in_proj"], seen[0].T @ seen[0] / len(seen[0]))
     before = block.attn.out_proj.weight.clone()
     block.attn.out_proj.weight.data.zero_()
-    assert torch.equal(input_grams(model, [(images, None)])[f"{key}.out_proj"], found[f"{key}.out_proj"])
+    assert torch.equal(input_grams(model, [(images, None)])[f"{key}.out_proj"], grams[f"{key}.out_proj"])
     block.attn.out_proj.weight.data.copy_(before)
 
 
@@ -85,10 +85,10 @@ class Queried(nn.Module):
 
 def test_a_vector_is_one_row_and_keywords_are_understood() -> None:
     model, x = Queried(), noise(7, 4)
-    found = input_grams(model, [(x, None)])
-    torch.testing.assert_close(found["inner"], torch.outer(model.query, model.query).detach())
+    grams = input_grams(model, [(x, None)])
+    torch.testing.assert_close(grams["inner"], torch.outer(model.query, model.query).detach())
     rows = (x + model.inner(model.query)).detach()
-    torch.testing.assert_close(found["outer"], rows.T @ rows / 7)
+    torch.testing.assert_close(grams["outer"], rows.T @ rows / 7)
 
 
 def test_a_model_without_linear_layers_is_refused() -> None:
@@ -122,8 +122,8 @@ def test_norms_have_the_mean_squares_of_what_they_multiply(name: str) -> None:
     outputs: dict[str, torch.Tensor] = {}
     for key, module in norms.items():
         module.register_forward_hook(lambda m, a, out, key=key: outputs.update({key: out.flatten(0, -2)}))
-    found = input_grams(case.model, [case.batch])
-    assert norms.keys() <= found.keys()
+    grams = input_grams(case.model, [case.batch])
+    assert norms.keys() <= grams.keys()
     for key, module in norms.items():
         plain = (outputs[key] - getattr(module, "bias", torch.zeros(()))) / module.weight
-        torch.testing.assert_close(found[key], plain.square().mean(dim=0), rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(grams[key], plain.square().mean(dim=0), rtol=1e-3, atol=1e-5)

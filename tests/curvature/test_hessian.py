@@ -66,12 +66,12 @@ def test_products_eigenvalues_and_trace_are_the_dense_hessians(make, tolerance: 
     product = Hessian(case.model, [case.batch], causal=case.causal)
     v = product.draw_vector(3)
     assert float((product(v) - matrix @ v).norm()) < tolerance * scale * float(v.norm())
-    found = top_eigenvalues(
+    pairs = top_eigenvalues(
         product, product.draw_vector(), count=3, iterations=product.size, tolerance=tolerance
     )
-    assert found.converged
-    assert found.values == pytest.approx(wanted[:3].tolist(), abs=10 * tolerance * scale)
-    for value, vector in zip(found.values, found.vectors, strict=True):
+    assert pairs.converged
+    assert pairs.values == pytest.approx(wanted[:3].tolist(), abs=10 * tolerance * scale)
+    for value, vector in zip(pairs.values, pairs.vectors, strict=True):
         assert float((matrix @ vector - value * vector).norm()) < 10 * tolerance * scale
     estimate = trace(product, v, products=60)
     spread = 4 * estimate.standard_error + tolerance * scale
@@ -98,34 +98,34 @@ def test_eigenvalues_close_together_are_all_found_once() -> None:
     """Without reorthogonalization a converged value comes back as a ghost of itself."""
     values = [10.0, 9.999, 9.5, *torch.linspace(-3, 3, 57).tolist()]
     matrix = symmetric(values)
-    found = top_eigenvalues(
+    pairs = top_eigenvalues(
         lambda v: matrix @ v, torch.ones(60).double(), count=3, iterations=60, tolerance=1e-9
     )
-    assert found.values == pytest.approx([10.0, 9.999, 9.5], abs=1e-6)
-    gram = found.vectors @ found.vectors.T
+    assert pairs.values == pytest.approx([10.0, 9.999, 9.5], abs=1e-6)
+    gram = pairs.vectors @ pairs.vectors.T
     torch.testing.assert_close(gram, torch.eye(3, dtype=torch.float64), rtol=0, atol=1e-8)
 
 
 def test_the_largest_is_the_most_positive_not_the_largest_in_magnitude() -> None:
     matrix = symmetric([-50.0, 2.0, 1.0, 0.5])
-    found = top_eigenvalues(lambda v: matrix @ v, torch.ones(4).double(), iterations=4, tolerance=1e-9)
-    assert found.values == pytest.approx([2.0])
+    pairs = top_eigenvalues(lambda v: matrix @ v, torch.ones(4).double(), iterations=4, tolerance=1e-9)
+    assert pairs.values == pytest.approx([2.0])
 
 
 def test_too_few_iterations_are_reported_and_the_residual_bounds_the_error() -> None:
     matrix = symmetric(torch.linspace(0, 1, 80).tolist())
-    found = top_eigenvalues(lambda v: matrix @ v, torch.randn(80).double(), iterations=8, tolerance=1e-8)
-    assert not found.converged
-    assert found.iterations == 8
-    nearest = (torch.linalg.eigvalsh(matrix) - found.values[0]).abs().min()
-    assert float(nearest) <= found.residuals[0]
+    pairs = top_eigenvalues(lambda v: matrix @ v, torch.randn(80).double(), iterations=8, tolerance=1e-8)
+    assert not pairs.converged
+    assert pairs.iterations == 8
+    nearest = (torch.linalg.eigvalsh(matrix) - pairs.values[0]).abs().min()
+    assert float(nearest) <= pairs.residuals[0]
 
 
 def test_a_start_inside_an_invariant_space_ends_early() -> None:
     for factor, product in ((3.0, lambda v: 3 * v), (1.0, lambda v: v)):
-        found = top_eigenvalues(product, torch.ones(9).double(), iterations=5)
-        assert (found.values, found.iterations, found.converged) == ([pytest.approx(factor)], 1, True)
-        assert float(found.vectors.norm()) == pytest.approx(1.0)
+        pairs = top_eigenvalues(product, torch.ones(9).double(), iterations=5)
+        assert (pairs.values, pairs.iterations, pairs.converged) == ([pytest.approx(factor)], 1, True)
+        assert float(pairs.vectors.norm()) == pytest.approx(1.0)
 
 
 def test_hutch_plus_plus_is_exact_for_low_rank_and_unbiased_otherwise() -> None:
@@ -144,8 +144,8 @@ def test_hutch_plus_plus_is_exact_for_low_rank_and_unbiased_otherwise() -> None:
 
 def test_products_with_fewer_entries_than_a_sketch_are_counted() -> None:
     seen = []
-    found = trace(lambda v: seen.append(v) or 3 * v, torch.zeros(2), products=30)
-    assert found.products == len(seen) == 22
+    estimate = trace(lambda v: seen.append(v) or 3 * v, torch.zeros(2), products=30)
+    assert estimate.products == len(seen) == 22
 
 
 def test_wrong_numbers_are_refused() -> None:

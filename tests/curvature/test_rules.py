@@ -14,11 +14,11 @@ from mergekit_lab.curvature import diagonal_fisher
 
 def compare(case: Case, **options) -> None:
     wanted = dense(case)
-    found = diagonal_fisher(case.model, [case.batch], causal=case.causal, **options)
-    assert found.keys() == wanted.keys()
+    fisher = diagonal_fisher(case.model, [case.batch], causal=case.causal, **options)
+    assert fisher.keys() == wanted.keys()
     for name, value in wanted.items():
         assert value.abs().max() > 0 or name in case.unused, f"the case does not reach {name}"
-        error = (found[name] - value).abs().max() / value.abs().max().clamp_min(1e-30)
+        error = (fisher[name] - value).abs().max() / value.abs().max().clamp_min(1e-30)
         assert error < 1e-5, f"{name}: {error}"
 
 
@@ -37,19 +37,19 @@ def test_chunks_of_any_size_give_the_same(name: str) -> None:
 def test_double_precision_is_kept() -> None:
     case = CASES["Llama, tied"]()
     case.model.double()
-    found = diagonal_fisher(case.model, [case.batch], causal=True)
+    fisher = diagonal_fisher(case.model, [case.batch], causal=True)
     for name, value in dense(case).items():
-        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-16)
+        torch.testing.assert_close(fisher[name], value, rtol=1e-10, atol=1e-16)
 
 
 def test_bfloat16_weights_have_a_float32_fisher_near_the_dense_one() -> None:
     case = CASES["Llama"]()
     wanted = dense(case)
     case.model.bfloat16()
-    found = diagonal_fisher(case.model, [case.batch], causal=True)
+    fisher = diagonal_fisher(case.model, [case.batch], causal=True)
     name = "model.layers.0.mlp.up_proj.weight"
-    assert found[name].dtype == torch.float32
-    assert functional.cosine_similarity(found[name].flatten(), wanted[name].flatten(), dim=0) > 0.99
+    assert fisher[name].dtype == torch.float32
+    assert functional.cosine_similarity(fisher[name].flatten(), wanted[name].flatten(), dim=0) > 0.99
 
 
 class Scored(nn.Module):
@@ -161,8 +161,8 @@ def test_what_has_no_rule_is_differentiated_sample_by_sample_and_named(caplog) -
     )
     with caplog.at_level(logging.WARNING):
         compare(case)
-    (told,) = [r.getMessage() for r in caplog.records]
-    assert "body.1.layer.bias, body.1.layer.weight" in told
+    (message,) = [r.getMessage() for r in caplog.records]
+    assert "body.1.layer.bias, body.1.layer.weight" in message
     assert all(p.grad is None and p.requires_grad for p in case.model.parameters())
 
 
@@ -248,8 +248,8 @@ def test_a_texts_likelihood_is_the_sum_over_its_answer_tokens() -> None:
             logits = case.model(input_ids=tokens).logits[:, :-1]
         hot = functional.one_hot(tokens[:, 1:], 36)
         wanted = (hot - logits.softmax(-1))[:, -answer:].sum(1).square().mean(0)
-        found = diagonal_fisher(case.model, [{"input_ids": tokens, "labels": labels}], causal=True)
-        torch.testing.assert_close(found["lm_head.bias"], wanted, rtol=1e-4, atol=1e-7)
+        fisher = diagonal_fisher(case.model, [{"input_ids": tokens, "labels": labels}], causal=True)
+        torch.testing.assert_close(fisher["lm_head.bias"], wanted, rtol=1e-4, atol=1e-7)
 
 
 def test_drawn_tokens_stand_in_the_places_of_answers_alone() -> None:

@@ -83,11 +83,11 @@ def test_a_list_a_mapping_and_a_file_name_the_same_experts(tmp_path) -> None:
 
 
 def test_what_is_to_be_compared_must_be_named() -> None:
-    for given, message in (
+    for overrides, message in (
         (["base=B"], "experts is not set"),
         (["experts=[A,B]"], "base is not set"),
     ):
-        cfg, _ = composed(["+experiment=compare_mergers", *given])
+        cfg, _ = composed(["+experiment=compare_mergers", *overrides])
         with pytest.raises(InputError, match=message):
             settle(cfg)
     for backbone in ("glyph_clip", "clip_vit_b32"):  # names its own base
@@ -100,8 +100,8 @@ def test_a_text_encoder_chooses_among_the_answers_of_one_s_own_texts(tmp_path) -
         "prompt,answer\n" + "".join(f"{n},{'no' if n % 3 else 'yes'}\n" for n in range(12))
     )
     texts = f"texts={{a: {tmp_path}/a.csv, b: {{source: {tmp_path}/a.csv, choices: [yes, no]}}}}"
-    given = ["+experiment=compare_mergers", "backbone=hf_encoder", "base=B", "experts=[A,B]", texts]
-    tasks = settle(composed(given)[0]).suite.tasks
+    overrides = ["+experiment=compare_mergers", "backbone=hf_encoder", "base=B", "experts=[A,B]", texts]
+    tasks = settle(composed(overrides)[0]).suite.tasks
     assert [list(task.choices) for task in tasks.values()] == [["no", "yes"], ["yes", "no"]]
 
 

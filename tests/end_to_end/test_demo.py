@@ -28,8 +28,8 @@ def demo(folder: Path, name: str) -> str:
 
 @pytest.mark.slow
 def test_the_demo_shows_experts_above_every_merger_above_zero_shot(tmp_path: Path) -> None:
-    said, again = demo(tmp_path, "first"), demo(tmp_path, "second")
-    assert "were computed" in said
+    printed, again = demo(tmp_path, "first"), demo(tmp_path, "second")
+    assert "were computed" in printed
 
     average: dict[str, list[float]] = {}
     for record in read_records(tmp_path / "first/records.jsonl"):

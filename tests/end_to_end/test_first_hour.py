@@ -97,9 +97,9 @@ def test_a_device_that_is_not_there_is_one_line(device: str) -> None:
         pytest.skip("this machine has it")
     with pytest.raises(InputError) as caught:
         resolve_device(device)
-    (said,) = str(caught.value).splitlines()
-    assert f"'{device}'" in said
-    assert "this machine has cpu" in said
+    (message,) = str(caught.value).splitlines()
+    assert f"'{device}'" in message
+    assert "this machine has cpu" in message
 
 
 def test_warm_up_is_a_share_of_the_steps_whatever_their_number() -> None:
@@ -132,9 +132,9 @@ def test_a_plan_prices_a_training_by_its_gradients() -> None:
 
 def test_a_first_plan_does_not_say_that_it_takes_no_time(tmp_path) -> None:
     node = SimpleNamespace(kind="experts", needs=(), content={})
-    said = Plan(Store(tmp_path), 1, {"a": node}).format_text()  # type: ignore[dict-item]
-    assert "0 s" not in said
-    assert "unknown" in said.splitlines()[-1]
+    line = Plan(Store(tmp_path), 1, {"a": node}).format_text()  # type: ignore[dict-item]
+    assert "0 s" not in line
+    assert "unknown" in line.splitlines()[-1]
 
 
 def test_an_analysis_alone_ends_in_a_page_of_its_figure(tmp_path) -> None:

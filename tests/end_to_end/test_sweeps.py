@@ -28,9 +28,9 @@ def needs(module: str, extra: str) -> None:
 
 
 def sweep(folder: Path, *more: str, whole: bool = False, **environment: str) -> str:
-    given = ["-m", *ONE_TASK, f"run_dir={folder}/run", *more]
+    overrides = ["-m", *ONE_TASK, f"run_dir={folder}/run", *more]
     environment |= {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    done = run_program(folder, *given, whole=whole, **environment)
+    done = run_program(folder, *overrides, whole=whole, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -85,19 +85,19 @@ def test_a_search_of_two_trials_is_an_array_of_slurm_jobs_and_names_the_better(t
     (script,) = (file.read_text() for file in scripts.glob("*.sh"))
     for line in ("array=0-1%1", "partition=short", "gpus-per-node=2", "time=30", "mem=8GB"):
         assert f"#SBATCH --{line}\n" in script
-    found = OmegaConf.load(tmp_path / "run/optimization_results.yaml")
-    best = OmegaConf.load(tmp_path / "run" / str(found.best_job) / ".hydra/config.yaml")
-    assert best.merger.density == pytest.approx(found.best_params["merger.density"])
+    results = OmegaConf.load(tmp_path / "run/optimization_results.yaml")
+    best = OmegaConf.load(tmp_path / "run" / str(results.best_job) / ".hydra/config.yaml")
+    assert best.merger.density == pytest.approx(results.best_params["merger.density"])
     assert best.objective == "normalized"
     (expert,), merged = (values_on_validation(tmp_path / "store", kind) for kind in ("experts", "merged"))
     assert len(merged) == 2
-    assert found.best_value == pytest.approx(max(merged) / expert)
+    assert results.best_value == pytest.approx(max(merged) / expert)
     assert {r.merger for r in read_records(tmp_path / "run/records.jsonl")} == {None, "ties"}
 
 
 def test_a_plan_says_what_two_jobs_would_make_and_makes_nothing(tmp_path) -> None:
-    told = sweep(tmp_path, MERGERS, "dry_run=true")
-    rows = {line.split()[0]: line.split()[1:4] for line in told.splitlines() if line and line[0].isalpha()}
+    plan = sweep(tmp_path, MERGERS, "dry_run=true")
+    rows = {line.split()[0]: line.split()[1:4] for line in plan.splitlines() if line and line[0].isalpha()}
     assert rows["experts"] == ["1", "0", "1"]
     assert rows["merged"] == ["2", "0", "2"]
     assert rows["searches"] == ["1", "0", "1"]

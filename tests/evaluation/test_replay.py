@@ -35,10 +35,10 @@ def test_weights_that_were_moved_void_what_was_recorded(encoder, head, card) -> 
     objective = tiny_objective(head, other_size=40)
     score(encoder, objective, "validation", batch_size=20)
     encoder.body[1].weight.data = -encoder.body[1].weight.data
-    found = score(encoder, objective, "validation", batch_size=20)
+    scores = score(encoder, objective, "validation", batch_size=20)
     encoder.eval()
     images = objective.task.load_samples("validation").images
-    assert found.predictions == (encoder(images) @ head.T).argmax(-1).tolist()
+    assert scores.predictions == (encoder(images) @ head.T).argmax(-1).tolist()
 
 
 def test_a_pass_that_cannot_be_recorded_runs_as_written(encoder, head, card, caplog) -> None:
@@ -52,8 +52,8 @@ def test_a_pass_that_cannot_be_recorded_runs_as_written(encoder, head, card, cap
     encoder.__class__ = Asking
     objective = tiny_objective(head, other_size=60)
     with caplog.at_level("INFO", "mergekit_lab"):
-        found = score(encoder, objective, "validation", batch_size=20)
-    assert len(found.predictions) == 60
+        scores = score(encoder, objective, "validation", batch_size=20)
+    assert len(scores.predictions) == 60
     assert caplog.text.count("evaluation runs as written") == 1
 
 

@@ -14,9 +14,9 @@ def test_accuracy_equals_scikit_learns_for_any_batch_size(encoder, head) -> None
     predicted = (encoder(split.images) @ head.T).argmax(-1)
     wanted = accuracy_score(split.labels, predicted)
     for size in (1, 7, 50, 512):
-        found = score(encoder, objective, "test", batch_size=size)
-        assert found.value == found.metrics["accuracy"] == pytest.approx(wanted)
-        assert found.predictions == predicted.tolist()
+        scores = score(encoder, objective, "test", batch_size=size)
+        assert scores.value == scores.metrics["accuracy"] == pytest.approx(wanted)
+        assert scores.predictions == predicted.tolist()
 
 
 def test_a_part_of_the_samples_is_scored_in_the_order_they_are_named(encoder, head) -> None:

@@ -28,9 +28,9 @@ def in_dtype(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     return {n: t.to(dtype) if t.is_floating_point() else t for n, t in state.items()}
 
 
-def relative_error(found: Tensor, wanted: Tensor) -> float:
+def relative_error(merged: Tensor, wanted: Tensor) -> float:
     """`‖found − wanted‖ / ‖wanted‖`; the plain norm of the difference where `wanted` is zero."""
-    difference = float((found.double() - wanted.double()).norm())
+    difference = float((merged.double() - wanted.double()).norm())
     return difference / (float(wanted.double().norm()) or 1.0)
 
 

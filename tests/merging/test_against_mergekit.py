@@ -52,10 +52,10 @@ def theirs(method: str, base, experts, **parameters) -> dict[str, Tensor]:
     return mergekit.merge_state_dicts(models, method, parameters=parameters, base="base")
 
 
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
+def assert_same(merged: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert merged.keys() == wanted.keys()
     for name, value in wanted.items():
-        assert relative_error(found[name], value) <= 1e-6, name
+        assert relative_error(merged[name], value) <= 1e-6, name
 
 
 @pytest.mark.parametrize(("density", "gamma"), [(0.3, 0.1), (0.5, 0.0), (0.95, 0.2), (1.0, 0.1)])
@@ -107,8 +107,8 @@ def test_della_with_the_same_masks(name: str, inner: Method, monkeypatch: pytest
             },
         )
         assert next(chances, None) is None
-        found = merge_state_dicts({tensor: value}, [{tensor: e[tensor]} for e in experts], method)
-        assert_same(found, wanted)
+        merged = merge_state_dicts({tensor: value}, [{tensor: e[tensor]} for e in experts], method)
+        assert_same(merged, wanted)
 
 
 @pytest.mark.parametrize("t", [0.0, 0.3, 0.5, 1.0])
@@ -181,9 +181,9 @@ def test_karcher(steps: int, spread: float) -> None:
     experts[1]["a.bias"] = torch.zeros(12)  # no direction
     models = {str(t): expert for t, expert in enumerate(experts)}
     wanted = mergekit.merge_state_dicts(models, "karcher", parameters={"max_iter": steps})
-    found = merge_state_dicts(experts[0], experts, Karcher(steps=steps))
+    merged = merge_state_dicts(experts[0], experts, Karcher(steps=steps))
     for name, value in wanted.items():  # theirs stops by float32 arcs
-        assert relative_error(found[name], value) <= 1e-5, name
+        assert relative_error(merged[name], value) <= 1e-5, name
 
 
 @pytest.mark.parametrize("density", [0.3, 1.0])
@@ -227,6 +227,6 @@ def test_arcee_fusion() -> None:
 def test_passthrough(factor: float | None) -> None:
     _, (expert, *_) = world()
     wanted = mergekit.merge_state_dicts({"0": expert}, "passthrough", parameters={"scale": factor})
-    found = merge_state_dicts(expert, [expert], Passthrough(factor=1.0 if factor is None else factor))
-    assert all(torch.equal(found[n], v) or factor for n, v in wanted.items())
-    assert_same(found, wanted)
+    merged = merge_state_dicts(expert, [expert], Passthrough(factor=1.0 if factor is None else factor))
+    assert all(torch.equal(merged[n], v) or factor for n, v in wanted.items())
+    assert_same(merged, wanted)

@@ -34,10 +34,10 @@ def mask(deltas: list[torch.Tensor], score) -> torch.Tensor:
     kept = [delta.clone() for delta in deltas]
     for k in range(len(deltas)):
         conflict = sum(score(k, i) * deltas[i] ** 2 for i in range(len(deltas)) if i != k)
-        for place in conflict.argsort(descending=True)[:C].tolist():
+        for index in conflict.argsort(descending=True)[:C].tolist():
             for i in range(len(deltas)):
-                if i != k and conflict[place] > 0:
-                    kept[i][place] = 0
+                if i != k and conflict[index] > 0:
+                    kept[i][index] = 0
     return sum(kept)
 
 

@@ -89,8 +89,8 @@ def test_matrices_are_read_while_a_device_factorizes_others(room: int, monkeypat
     monkeypatch.setattr(job_workers, "count_workers", lambda reader: 2)
     monkeypatch.setattr(stream, "STACK_BYTES", room)
     method = Watched(early=frozenset({"embed", "mlp"} if room else ()))
-    found = merge_state_dicts(base, experts, method)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    merged = merge_state_dicts(base, experts, method)
+    assert all(torch.equal(merged[name], tensor) for name, tensor in expected.items())
 
 
 def test_an_accelerator_gets_stacks_of_one_shape_the_longest_first_and_the_rest_pooled(monkeypatch) -> None:

@@ -17,8 +17,8 @@ def measure_gap(change: Tensor, deltas: Tensor, shares: Tensor) -> Tensor:
 def test_doge_follows_torchs_adam_on_the_printed_objective_outside_the_shared_subspace() -> None:
     deltas = draw(2, 3, 6, 9)
     shares, basis = share_equally(deltas, 0.3), find_shared_directions(deltas, 2)
-    found = narrow_gaps(deltas, shares, basis, 25, 1e-2)
-    for matrices, c, u, change in zip(deltas, shares, basis, found, strict=True):
+    changes = narrow_gaps(deltas, shares, basis, 25, 1e-2)
+    for matrices, c, u, change in zip(deltas, shares, basis, changes, strict=True):
         free = torch.zeros(6, 9, dtype=F64, requires_grad=True)
         optimizer = torch.optim.Adam([free], lr=1e-2)
         for _ in range(25):

@@ -41,9 +41,9 @@ def test_the_gain_over_the_flat_mean_is_eta() -> None:
     notes: dict = {}
     method = EpiMer(rank=RANK, aggregator="mean", coefficient=1.0, floor=EPSILON)
     run(method, base, experts, fishers, notes=notes)
-    found = columns.T @ merged_vector(method, base, experts, fishers)
+    coordinates = columns.T @ merged_vector(method, base, experts, fishers)
     flat = own.mean(dim=0)
-    gain = quadratic(flat - own, projected) - quadratic(found - own, projected)
+    gain = quadratic(flat - own, projected) - quadratic(coordinates - own, projected)
     assert gain > 0
     assert relative_error(gain, torch.tensor(notes[NAME]["eta"], dtype=torch.float64)) < 1e-9
 
@@ -53,22 +53,22 @@ def test_the_merge_is_the_minimum_in_its_subspace() -> None:
     base, experts, fishers, _, columns, _, own, curvature = subspace()
     projected = columns.T @ curvature @ columns
     method = EpiMer(rank=RANK, aggregator="mean", coefficient=1.0, floor=EPSILON)
-    found = columns.T @ merged_vector(method, base, experts, fishers)
-    least = quadratic(found - own, projected)
-    for step in torch.eye(len(found), dtype=torch.float64):
+    coordinates = columns.T @ merged_vector(method, base, experts, fishers)
+    least = quadratic(coordinates - own, projected)
+    for step in torch.eye(len(coordinates), dtype=torch.float64):
         for sign in (-1e-3, 1e-3):
-            assert quadratic(found + sign * step - own, projected) > least
+            assert quadratic(coordinates + sign * step - own, projected) > least
 
 
 def test_the_error_of_a_merge_is_bounded_by_conflict_and_residual() -> None:
     """Theorem 2: `½(√V + √R)²`, of an exact quadratic loss, with the task vectors projected on all atoms."""
     base, experts, fishers, _, columns, deltas, _, curvature = subspace()
     method = EpiMer(rank=RANK, aggregator="mean", coefficient=1.0, floor=EPSILON, coordinates="full")
-    found = merged_vector(method, base, experts, fishers)
+    merged = merged_vector(method, base, experts, fishers)
     inside = deltas @ columns
-    conflict = quadratic(columns.T @ found - inside, columns.T @ curvature @ columns)
+    conflict = quadratic(columns.T @ merged - inside, columns.T @ curvature @ columns)
     residual = quadratic(deltas - inside @ columns.T, curvature)
-    loss = quadratic(found - deltas, curvature) / 2
+    loss = quadratic(merged - deltas, curvature) / 2
     assert residual > 0
     assert loss <= (conflict.sqrt() + residual.sqrt()).square() / 2
     assert loss > (conflict.sqrt() - residual.sqrt()).square() / 2

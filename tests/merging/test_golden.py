@@ -217,8 +217,8 @@ def test_dare_with_the_saved_masks_equals_the_original(golden, masks: str, outpu
         )
         site = Site(("0", "1", "2", "3"), torch.tensor(inner.weigh_experts(["0", "1", "2", "3"])))
         delta = inner.merge(name, golden.base[name], deltas, site) * inner.scale
-        found = delta.view_as(value) + (0 if "delta" in output else golden.base[name])
-        assert relative_error(found, value) <= 1e-6, name
+        merged = delta.view_as(value) + (0 if "delta" in output else golden.base[name])
+        assert relative_error(merged, value) <= 1e-6, name
 
 
 def test_dare_with_l1_rescaling_equals_mergekit(golden) -> None:

@@ -323,8 +323,8 @@ def test_the_order_of_tensors_does_not_matter(label: str) -> None:
     base, experts, fishers = world_of(label)
     shuffled = {name: dict(reversed(expert.items())) for name, expert in experts.items()}
     other_base = dict(reversed(base.items()))
-    found = run(METHODS[label], other_base, shuffled, fishers)
-    assert_close({n: found[n] for n in base}, merged_as_it_is(label))
+    merged = run(METHODS[label], other_base, shuffled, fishers)
+    assert_close({n: merged[n] for n in base}, merged_as_it_is(label))
 
 
 @every_method

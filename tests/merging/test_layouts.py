@@ -56,11 +56,11 @@ def test_how_a_weight_is_stored_does_not_matter(method: Method) -> None:
     rows = [{name: draw(20, size, seed=seed) for name, size in inputs.items()} for seed in range(3)]
     grams = [{name: x.mT @ x for name, x in of_expert.items()} for of_expert in rows]
     statistics = {"gram": grams} if method.side_inputs else {}
-    found = merge_state_dicts(base, experts, method, statistics=statistics)
+    merged = merge_state_dicts(base, experts, method, statistics=statistics)
     wanted = merge_state_dicts(as_linear(base), list(map(as_linear, experts)), method, statistics=statistics)
-    for name, value in as_linear(found).items():
+    for name, value in as_linear(merged).items():
         assert relative_error(value, wanted[name]) < 1e-12, name
-    assert not torch.equal(found["h.attn.c_attn.weight"], base["h.attn.c_attn.weight"])
+    assert not torch.equal(merged["h.attn.c_attn.weight"], base["h.attn.c_attn.weight"])
 
 
 def test_the_layout_of_square_weights_is_that_of_their_kind() -> None:

@@ -67,8 +67,8 @@ def test_whole_model_trimming_is_exact_against_a_sort_of_all_entries(dtype: torc
     kept = int(0.13 * len(delta)) + 1
     threshold = delta.abs().sort(descending=True).values[kept - 1]
     wanted = torch.where(delta.abs() >= threshold, delta, 0)
-    found = torch.cat([(merged[n] - base[n]).flatten() for n in names])
-    assert torch.equal(found != 0, wanted != 0)
+    trimmed = torch.cat([(merged[n] - base[n]).flatten() for n in names])
+    assert torch.equal(trimmed != 0, wanted != 0)
 
 
 def test_consensus_keeps_what_enough_experts_use() -> None:
@@ -77,8 +77,8 @@ def test_consensus_keeps_what_enough_experts_use() -> None:
     masks = torch.tensor([[0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1]])
     total = deltas.sum(dim=0)
     for k in range(4):
-        found = merge_one(ConsensusTA(k=k, tall=0.5, coefficient=1.0), deltas)
-        assert relative_error(found, total * (masks.sum(dim=0) >= k)) < 1e-12, k
+        merged = merge_one(ConsensusTA(k=k, tall=0.5, coefficient=1.0), deltas)
+        assert relative_error(merged, total * (masks.sum(dim=0) >= k)) < 1e-12, k
     by_expert = merge_one(ConsensusTA(k=1, tall=[0.5, 9.0, 9.0], coefficient=1.0), deltas)
     assert torch.equal(by_expert != 0, torch.tensor([False, True, True, True]))
 
@@ -118,8 +118,8 @@ def test_model_stock_moves_to_the_mean_by_the_angle() -> None:
         cosine = math.cos(angle)
         wanted = 2 * cosine / (1 + cosine) * (a + b) / 2
         for scale in (1.0, 1e-6):
-            found = merge_one(ModelStock(), scale * torch.stack([a, b]))
-            assert float((found / scale - wanted).norm()) < 1e-12
+            merged = merge_one(ModelStock(), scale * torch.stack([a, b]))
+            assert float((merged / scale - wanted).norm()) < 1e-12
     assert torch.equal(merge_one(ModelStock(), torch.stack([a, -a])), torch.zeros(2, dtype=F64))
     assert torch.equal(merge_one(ModelStock(), torch.zeros(2, 3)), torch.zeros(3))
 
@@ -170,8 +170,8 @@ def test_fisher_refuses_what_it_cannot_normalize_and_what_overflows() -> None:
     nothing, small, large = ({"w": torch.full((3,), value)} for value in (0.0, 1e-30, 3e38))
     with pytest.raises(InputError, match=r"fisher of 1 is 0 everywhere"):
         merge_one(Fisher(normalize="norm"), deltas, fishers=[large, nothing])
-    found = merge_one(Fisher(normalize="norm", floor=0.0), deltas, fishers=[small, large])
-    assert relative_error(found, deltas.mean(dim=0)) < 1e-6
+    merged = merge_one(Fisher(normalize="norm", floor=0.0), deltas, fishers=[small, large])
+    assert relative_error(merged, deltas.mean(dim=0)) < 1e-6
     with pytest.raises(InputError, match=r"merging w overflows torch.float32"):
         merge_one(Fisher(), deltas, fishers=[large, large])
 

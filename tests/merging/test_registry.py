@@ -72,23 +72,23 @@ OWN = {
 @cache
 def classes() -> dict[str, type[Method]]:
     """The methods that the package's files define."""
-    found: dict[str, type[Method]] = {}
+    methods: dict[str, type[Method]] = {}
     for module in pkgutil.iter_modules(merging.__path__):
         if module.name == "gpu_kernels":  # needs Triton
             continue
         values = vars(importlib.import_module(f"mergekit_lab.merging.{module.name}")).values()
-        found |= {v.__name__: v for v in values if isinstance(v, type) and issubclass(v, Method)}
-    return {name: cls for name, cls in found.items() if name not in BASES}
+        methods |= {v.__name__: v for v in values if isinstance(v, type) and issubclass(v, Method)}
+    return {name: cls for name, cls in methods.items() if name not in BASES}
 
 
 @cache
 def configurations() -> dict[str, tuple[str, dict[str, Any]]]:
     """Of each class, the file's name and its plain content."""
-    found = {}
+    contents = {}
     for file in sorted((find_conf_dir() / "merger").glob("*.yaml")):
         content: Any = OmegaConf.to_container(OmegaConf.load(file))
-        found[content.pop("_target_").removeprefix("mergekit_lab.merging.")] = (file.stem, content)
-    return found
+        contents[content.pop("_target_").removeprefix("mergekit_lab.merging.")] = (file.stem, content)
+    return contents
 
 
 every_merger = pytest.mark.parametrize("name", sorted(classes()))

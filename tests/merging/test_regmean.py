@@ -76,5 +76,5 @@ def test_weights_of_regmean_scale_the_grams() -> None:
     inputs, deltas = draw(3, 20, 5), draw(3, 4, 5, seed=1)
     grams = inputs.mT @ inputs
     factors = torch.tensor([0.5, 2.0, 1.0], dtype=F64)
-    found = regmean(RegMean(weights=factors.tolist()), deltas, grams)
-    assert relative_error(found, regmean(RegMean(), deltas, factors.view(3, 1, 1) * grams)) < 1e-12
+    merged = regmean(RegMean(weights=factors.tolist()), deltas, grams)
+    assert relative_error(merged, regmean(RegMean(), deltas, factors.view(3, 1, 1) * grams)) < 1e-12

@@ -95,17 +95,17 @@ def test_both_layouts_of_a_mixture_merge_to_the_same(method: Method, dtype: torc
     notes: dict = {}
     stacked_notes: dict = {}
     wanted = merge_state_dicts(base, experts, method, statistics=split, notes=notes)
-    found = merge_state_dicts(
+    merged = merge_state_dicts(
         stack_model(base), [stack_model(e) for e in experts], method, statistics=stacked, notes=stacked_notes
     )
     summed = getattr(method, "normalize", "none") != "none"
     for name, value in stack_model(wanted).items():
-        assert relative_error(found[name], value) < 1e-12 if summed else torch.equal(found[name], value), name
+        assert relative_error(merged[name], value) < 1e-12 if summed else torch.equal(merged[name], value), name
     assert stacked_notes.keys() == notes.keys()
     assert summed or stacked_notes == notes
     down = f"{PREFIX}.down_proj"
     mean = stack_model(merge_state_dicts(base, experts, TaskArithmetic(coefficient=0.5)))[down]
-    assert relative_error(found[down], mean) > 1e-3
+    assert relative_error(merged[down], mean) > 1e-3
 
 
 @pytest.mark.parametrize("method", [Fisher(), DARE(density=0.5), TaskArithmetic()], ids=repr)
@@ -117,8 +117,8 @@ def test_entry_by_entry_the_layout_does_not_matter(method: Method) -> None:
         {"fisher": f} if method.side_inputs else {} for f in (fishers, [stack_model(f) for f in fishers])
     )
     wanted = stack_model(merge_state_dicts(base, experts, method, statistics=split))
-    found = merge_state_dicts(stack_model(base), [stack_model(e) for e in experts], method, statistics=stacked)
-    same = [torch.equal(found[name], value) for name, value in wanted.items()]
+    merged = merge_state_dicts(stack_model(base), [stack_model(e) for e in experts], method, statistics=stacked)
+    same = [torch.equal(merged[name], value) for name, value in wanted.items()]
     assert all(same) != isinstance(method, DARE)
 
 
@@ -128,18 +128,18 @@ def test_an_accelerator_factorizes_some_members_at_a_time(monkeypatch: pytest.Mo
     wanted = merge_state_dicts(base, experts, TSVM())
     for room in (1, 2, 3):
         monkeypatch.setattr(stream, "count_members", lambda reader, name, room=room: room)
-        found = merge_state_dicts(base, experts, TSVM())
-        assert all(relative_error(found[name], value) < 1e-12 for name, value in wanted.items())
+        merged = merge_state_dicts(base, experts, TSVM())
+        assert all(relative_error(merged[name], value) < 1e-12 for name, value in wanted.items())
 
 
 def test_members_are_weighed_as_their_stack_is() -> None:
     base, *experts = (stack_model(split_model(seed)) for seed in range(3))
     patterns = [{"*.down_proj": 0.5}, 1.0]
-    found = merge_state_dicts(base, experts, TSVM(weights=patterns))
+    merged = merge_state_dicts(base, experts, TSVM(weights=patterns))
     plain = merge_state_dicts(base, experts, TSVM())
     halved = merge_state_dicts(base, experts, TSVM(weights=[0.5, 1.0]))
-    assert torch.equal(found[f"{PREFIX}.down_proj"], halved[f"{PREFIX}.down_proj"])
-    assert torch.equal(found[f"{PREFIX}.gate_up_proj"], plain[f"{PREFIX}.gate_up_proj"])
+    assert torch.equal(merged[f"{PREFIX}.down_proj"], halved[f"{PREFIX}.down_proj"])
+    assert torch.equal(merged[f"{PREFIX}.gate_up_proj"], plain[f"{PREFIX}.gate_up_proj"])
 
 
 @pytest.mark.parametrize(
@@ -170,19 +170,19 @@ def test_stacks_of_transposed_matrices_merge_as_upright_ones(method: Method) -> 
         for s in (1, 2)
     ]
     statistics = {"gram": grams} if method.side_inputs else {}
-    found, wanted = (
+    merged, wanted = (
         merge_state_dicts(base, experts, method, statistics=statistics)
         for base, *experts in ([model(seed, layout) for seed in range(3)] for layout in (True, False))
     )
     for name, value in wanted.items():
         parts = name.removeprefix(f"{PREFIX}.").split(".")
-        other = found[f"{PREFIX}.{parts[1]}"][int(parts[0])].mT if parts[0].isdigit() else found[name]
+        other = merged[f"{PREFIX}.{parts[1]}"][int(parts[0])].mT if parts[0].isdigit() else merged[name]
         assert relative_error(other, value) < 1e-12, name
     base, *experts = (model(seed, True) for seed in range(3))
     mean = merge_state_dicts(base, experts, TaskArithmetic(coefficient=0.5))
     bias = f"{PREFIX}.down_proj_bias"
     kept = isinstance(method, WUDI | DOGE)
-    assert relative_error(found[bias], base[bias] if kept else mean[bias]) < 1e-12
+    assert relative_error(merged[bias], base[bias] if kept else mean[bias]) < 1e-12
 
 
 def test_stacks_are_known_by_name_and_shape() -> None:
@@ -227,8 +227,8 @@ def test_layouts_of_other_projections_are_told_by_what_they_give_and_take() -> N
     assert [(s.shape, s.transposed) for s in aria.values()] == [((8, 12), True), ((6, 8), True)]
     dbrx = {f"ffn.experts.mlp.{name}": (12, 8) for name in ("w1", "v1", "w2")}
     assert find_stacks(dbrx) == {}
-    found = find_stacks(dbrx | {"ffn.router.layer.weight": (2, 8)})
-    assert [(s.members[1], s.shape, s.transposed) for s in found.values()] == [
+    stacks = find_stacks(dbrx | {"ffn.router.layer.weight": (2, 8)})
+    assert [(s.members[1], s.shape, s.transposed) for s in stacks.values()] == [
         (f"ffn.experts.1.{name}.weight", (6, 8), name == "w2") for name in ("w1", "w3", "w2")
     ]
 
@@ -241,7 +241,7 @@ def test_a_layout_is_known_where_its_other_half_is_not_merged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "said"),
+    ("method", "phrases"),
     [
         (TSVM(), ["1 matrices, and of 2 stacks 9 of a mixture's experts", "1 other tensors: the mean"]),
         (WUDI(), ["1 matrices, and of 2 stacks 9 of a mixture's experts", "1 other tensors: the base"]),
@@ -251,11 +251,11 @@ def test_a_layout_is_known_where_its_other_half_is_not_merged() -> None:
     ],
     ids=repr,
 )
-def test_what_becomes_of_stacks_and_of_what_is_no_matrix_is_said(method: Method, said: list[str]) -> None:
+def test_what_becomes_of_stacks_and_of_what_is_no_matrix_is_said(method: Method, phrases: list[str]) -> None:
     state = stack_model(split_model(0)) | {"conv.weight": draw(4, 3, 2, 2)}
     lines = explain_shapes(method, {name: tuple(value.shape) for name, value in state.items()})
-    assert len(lines) == len(said)
-    assert all(part in line for part, line in zip(said, lines, strict=True))
+    assert len(lines) == len(phrases)
+    assert all(part in line for part, line in zip(phrases, lines, strict=True))
     assert explain_shapes(TaskArithmetic(), {"w": (3, 4)}) == []
 
 

@@ -83,9 +83,9 @@ def test_a_linear_inner_method_merges_the_same_in_any_basis(method: type[Method]
     base, experts, fishers = world()
     plain = run(TaskArithmetic(weights=[0.3, 0.5, -1.0]), base, experts, fishers, dtype=torch.float64)
     inner = TaskArithmetic(weights=[0.3, 0.5, -1.0])
-    found = run(method(inner=inner, **LEFT_OUT.get(method, {})), base, experts, fishers, dtype=torch.float64)
+    merged = run(method(inner=inner, **LEFT_OUT.get(method, {})), base, experts, fishers, dtype=torch.float64)
     for name in base:
-        assert relative_error(found[name], plain[name]) <= 1e-6, name
+        assert relative_error(merged[name], plain[name]) <= 1e-6, name
 
 
 LEFT_OUT = {KnOTS: {"tolerance": 0.0}}

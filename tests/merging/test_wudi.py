@@ -18,14 +18,14 @@ def interference(merged: Tensor, deltas: Tensor) -> Tensor:
 
 def test_wudi_follows_torchs_adam_on_the_printed_objective() -> None:
     deltas = draw(2, 3, 6, 9)
-    for matrices, found in zip(deltas, minimize_interference(deltas, 25, 1e-3), strict=True):
+    for matrices, change in zip(deltas, minimize_interference(deltas, 25, 1e-3), strict=True):
         merged = matrices.sum(dim=0).requires_grad_()
         optimizer = torch.optim.Adam([merged], lr=1e-3)
         for _ in range(25):
             optimizer.zero_grad()
             interference(merged, matrices).backward()
             optimizer.step()
-        assert relative_error(found, merged.detach()) < 1e-12
+        assert relative_error(change, merged.detach()) < 1e-12
 
 
 def test_wudi_lowers_the_interference_and_without_steps_is_the_sum() -> None:

@@ -46,14 +46,14 @@ def grams(expert: str) -> dict[str, Tensor]:
     return {n: x.T @ x for n, x in inputs.items()}
 
 
-def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-6) -> None:
-    assert found.keys() == wanted.keys()
+def assert_close(merged: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-6) -> None:
+    assert merged.keys() == wanted.keys()
     for name in wanted:
-        assert found[name].dtype == wanted[name].dtype, name
-        assert relative_error(found[name], wanted[name]) <= tolerance, name
+        assert merged[name].dtype == wanted[name].dtype, name
+        assert relative_error(merged[name], wanted[name]) <= tolerance, name
 
 
-def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert list(found) == list(wanted)
+def assert_equal(merged: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert list(merged) == list(wanted)
     for name in wanted:
-        assert torch.equal(found[name], wanted[name]), name
+        assert torch.equal(merged[name], wanted[name]), name

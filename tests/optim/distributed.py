@@ -126,7 +126,7 @@ def work(rank: int, folder: Path) -> None:
         "gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=WORLD
     )
     mesh = init_device_mesh("cpu", (WORLD,))
-    found = {
+    weights = {
         "parallel": {name: parallel(make, rank) for name, make in OPTIMIZERS.items()},
         "local ascent": {name: parallel(make, rank, attach=True) for name, make in LOCAL_ASCENT.items()},
         "per rank": {name: parallel(make, rank) for name, make in PER_RANK.items()},
@@ -135,5 +135,5 @@ def work(rank: int, folder: Path) -> None:
         "sharded without closure": sharded_without_closure(rank, mesh),
         "needs whole": {name: refuse_whole(make, mesh) for name, make in NEEDS_WHOLE.items()},
     }
-    torch.save(found, folder / f"{rank}.pt")
+    torch.save(weights, folder / f"{rank}.pt")
     torch.distributed.destroy_process_group()

@@ -152,11 +152,11 @@ def train(
     return problem.weights()
 
 
-def assert_equal_bits(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
+def assert_equal_bits(weights: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert weights.keys() == wanted.keys()
     for name in wanted:
-        assert found[name].dtype == wanted[name].dtype
-        assert torch.equal(found[name], wanted[name]), name
+        assert weights[name].dtype == wanted[name].dtype
+        assert torch.equal(weights[name], wanted[name]), name
 
 
 def assert_differ(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -165,9 +165,9 @@ def assert_differ(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert not torch.equal(one[name], other[name]), name
 
 
-def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
+def assert_close(weights: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
     """‖found − wanted‖ ≤ tolerance · ‖wanted‖, tensor by tensor."""
-    assert found.keys() == wanted.keys()
+    assert weights.keys() == wanted.keys()
     for name in wanted:
-        error = torch.linalg.vector_norm(found[name] - wanted[name])
+        error = torch.linalg.vector_norm(weights[name] - wanted[name])
         assert error <= tolerance * torch.linalg.vector_norm(wanted[name]), name

@@ -58,17 +58,17 @@ def test_evaluations_are_numbered_and_the_base_gets_the_last_gradient_or_a_mixtu
         used.append(problem.model.scale.grad.clone())
         return loss
 
-    given: list[Tensor] = []
-    optimizer.base.register_step_pre_hook(lambda *_: given.append(problem.model.scale.grad.clone()))
+    gradients: list[Tensor] = []
+    optimizer.base.register_step_pre_hook(lambda *_: gradients.append(problem.model.scale.grad.clone()))
     optimizer.step(closure)
     assert numbers == list(range(optimizer.evaluations_per_step))
     assert optimizer.evaluation == 0
-    assert len(given) == 1
+    assert len(gradients) == 1
     if isinstance(optimizer, PGN | SAGM | RWP) and len(used) > 1:
         low, high = sorted(g.item() for g in used)
-        assert low < given[0].item() < high
+        assert low < gradients[0].item() < high
     else:
-        assert torch.equal(given[0], used[-1])
+        assert torch.equal(gradients[0], used[-1])
 
 
 @pytest.mark.parametrize("make", FRACTIONS.values(), ids=FRACTIONS.keys())
@@ -150,7 +150,7 @@ class Normalized(nn.Module):
 
 def normalized(make: Any, attach: bool, steps: int = 2) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Buffers after `steps` steps at a learning rate of 0, and those that one forward a step leaves at θ."""
-    found = []
+    buffers = []
     for optimize in (True, False):
         problem = Problem(torch.float32)
         torch.manual_seed(0)
@@ -160,8 +160,8 @@ def normalized(make: Any, attach: bool, steps: int = 2) -> tuple[dict[str, Tenso
             optimizer.attach(problem.model)
         for _ in range(steps):
             optimizer.step(problem.closure) if optimize else problem.model(problem.x)
-        found.append({name: b.clone() for name, b in problem.model.named_buffers()})
-    return found[0], found[1]
+        buffers.append({name: b.clone() for name, b in problem.model.named_buffers()})
+    return buffers[0], buffers[1]
 
 
 TWICE = {

@@ -72,8 +72,8 @@ def test_the_groups_of_the_page_have_their_own_radii() -> None:
 def test_the_page_says_which_settings_a_group_may_have(name) -> None:
     section = PAGE.split("parameter groups?\n")[1].split("```")[0]
     rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
-    said = [s for settings, names in rows if f"`{name}`" in names for s in re.findall(r"`(\w+)`", settings)]
-    assert said == list(getattr(optim, name).group_settings)
+    printed = [s for settings, names in rows if f"`{name}`" in names for s in re.findall(r"`(\w+)`", settings)]
+    assert printed == list(getattr(optim, name).group_settings)
 
 
 def test_the_closure_of_the_page_reads_the_fraction() -> None:

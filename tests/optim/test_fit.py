@@ -57,25 +57,25 @@ VALUES = {
 @pytest.mark.parametrize("distribution", ["laplace", "gaussian"])
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES.keys())
 def test_the_fit_is_that_of_the_sorted_entries(values: Tensor, distribution: str) -> None:
-    found, wanted = fit_offset([values], distribution), direct(values, distribution)
+    fit, wanted = fit_offset([values], distribution), direct(values, distribution)
     if distribution == "laplace":
-        assert found.loc == wanted.loc
-    assert found.loc == pytest.approx(wanted.loc, rel=1e-9, abs=1e-12)
-    assert found.scale == pytest.approx(wanted.scale, rel=1e-9)
-    assert found.mean_log_likelihood == pytest.approx(wanted.mean_log_likelihood, rel=1e-9)
-    assert found.ks_distance == pytest.approx(wanted.ks_distance, abs=1e-3 if values.mean() < -0.2 else 4e-5)
-    assert found.entries == len(values)
+        assert fit.loc == wanted.loc
+    assert fit.loc == pytest.approx(wanted.loc, rel=1e-9, abs=1e-12)
+    assert fit.scale == pytest.approx(wanted.scale, rel=1e-9)
+    assert fit.mean_log_likelihood == pytest.approx(wanted.mean_log_likelihood, rel=1e-9)
+    assert fit.ks_distance == pytest.approx(wanted.ks_distance, abs=1e-3 if values.mean() < -0.2 else 4e-5)
+    assert fit.entries == len(values)
 
 
 def test_a_laplace_is_recovered_and_told_from_a_gaussian() -> None:
     values = laplace(200_000, 1e-4, 5e-4)
-    found = fit_offset([values])
-    assert found.loc == pytest.approx(1e-4, abs=5e-6)
-    assert found.scale == pytest.approx(5e-4, rel=0.01)
-    assert found.ks_distance < 0.005
+    fit = fit_offset([values])
+    assert fit.loc == pytest.approx(1e-4, abs=5e-6)
+    assert fit.scale == pytest.approx(5e-4, rel=0.01)
+    assert fit.ks_distance < 0.005
     other = fit_offset([values], "gaussian")
     assert other.ks_distance > 0.05
-    assert other.mean_log_likelihood < found.mean_log_likelihood
+    assert other.mean_log_likelihood < fit.mean_log_likelihood
 
 
 def test_how_the_entries_are_split_into_tensors_does_not_matter() -> None:
@@ -89,17 +89,17 @@ def test_how_the_entries_are_split_into_tensors_does_not_matter() -> None:
         {"svhn": {"a": first}, "mnist": [second, third]},
         (third, second, first),
     ):
-        found = fit_offset(deltas)
-        assert (found.loc, found.entries) == (whole.loc, whole.entries)
-        assert found.scale == pytest.approx(whole.scale, rel=1e-9)
-        assert found.ks_distance == whole.ks_distance
+        fit = fit_offset(deltas)
+        assert (fit.loc, fit.entries) == (whole.loc, whole.entries)
+        assert fit.scale == pytest.approx(whole.scale, rel=1e-9)
+        assert fit.ks_distance == whole.ks_distance
 
 
 def test_equal_entries_have_no_width() -> None:
     for distribution in ("laplace", "gaussian"):
-        found = fit_offset([torch.full((7,), 0.25)], distribution)
-        assert (found.loc, found.scale, found.ks_distance) == (0.25, 0.0, 0.0)
-        assert found.mean_log_likelihood == math.inf
+        fit = fit_offset([torch.full((7,), 0.25)], distribution)
+        assert (fit.loc, fit.scale, fit.ks_distance) == (0.25, 0.0, 0.0)
+        assert fit.mean_log_likelihood == math.inf
 
 
 def test_what_cannot_be_fitted_is_refused() -> None:

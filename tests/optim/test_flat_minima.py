@@ -224,8 +224,8 @@ def test_with_nothing_left_of_it_it_is_the_base_bit_for_bit(make) -> None:
 def test_largest_takes_exactly_so_many_and_of_equal_ones_the_first() -> None:
     scores = torch.tensor([1.0, 3.0, 1.0, 2.0, 1.0])
     wanted = {0: [], 1: [1], 2: [1, 3], 3: [0, 1, 3], 4: [0, 1, 2, 3], 5: [0, 1, 2, 3, 4]}
-    for count, places in wanted.items():
-        assert select_largest(scores, count).nonzero().flatten().tolist() == places
+    for count, indices in wanted.items():
+        assert select_largest(scores, count).nonzero().flatten().tolist() == indices
 
 
 def test_a_mask_exchanges_no_more_than_there_is() -> None:

@@ -34,14 +34,14 @@ def loop_step(problem: Problem, optimizer: MergOPT) -> None:
 def offsets(params: list[Tensor], steps: int, **options) -> list[Tensor]:
     """The first parameter's offset at each step; the weights stay where they are."""
     optimizer = MergOPT(params, base=FROZEN, **options)
-    found = []
+    changes = []
     for _ in range(steps):
         theta = params[0].detach().clone()
         optimizer.train()
-        found.append(params[0].detach() - theta)
+        changes.append(params[0].detach() - theta)
         optimizer.eval()
         optimizer.step(lambda: None)
-    return found
+    return changes
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -245,8 +245,8 @@ def test_parameters_get_independent_offsets() -> None:
 def test_coefficient_and_number_of_experts_are_uniform_and_independent() -> None:
     coefficients, steps = (0.15, 0.35, 0.7), 3000
     w = [nn.Parameter(torch.zeros((), dtype=torch.float64))]
-    found = offsets(w, steps, coefficients=coefficients, max_experts=4, loc=1.0, scale=0.0)
-    counts = Counter(round(z.item(), 9) for z in found)
+    changes = offsets(w, steps, coefficients=coefficients, max_experts=4, loc=1.0, scale=0.0)
+    counts = Counter(round(z.item(), 9) for z in changes)
     expected = [round(k * a - 1, 9) for a, k in product(coefficients, range(1, 5))]
     assert counts.keys() == set(expected)
     cells = Counter(expected)

@@ -67,8 +67,8 @@ def test_state_of_float32_goes_on_with_parameters_of_another_dtype(make, dtype, 
             each.step(problem.closure)
     assert {p.dtype for p in second.model.parameters()} == {dtype}
     if dtype is torch.float64 and base == "sgd" and not hasattr(other, "seed"):  # noise depends on the dtype
-        found = {name: weights.float() for name, weights in second.weights().items()}
-        assert_close(found, first.weights(), 1e-3)
+        weights = {name: weights.float() for name, weights in second.weights().items()}
+        assert_close(weights, first.weights(), 1e-3)
 
 
 @every_optimizer
@@ -81,8 +81,12 @@ def test_loading_restores_every_hyper_parameter(make) -> None:
     assert optimizer.state_dict() != saved or type(optimizer) is optim.SAM
     optimizer.load_state_dict(saved)
     assert optimizer.state_dict() == saved
-    given = inspect.signature(type(optimizer)).parameters.keys() - {"named_parameters", "base", "task_vectors"}
-    assert given <= set(optimizer.saved_attributes)
+    settings = inspect.signature(type(optimizer)).parameters.keys() - {
+        "named_parameters",
+        "base",
+        "task_vectors",
+    }
+    assert settings <= set(optimizer.saved_attributes)
 
 
 @every_optimizer

@@ -94,13 +94,13 @@ def test_an_expert_that_fails_is_tried_once_a_sweep_and_named_by_the_jobs_that_n
     with pytest.raises(Exception, match="the loss of digits"):
         sweeper.sweep([*fixed, f"training.lr={BAD}", *TWO_JOBS])
     assert len(tried) == 1
-    told = failures(tmp_path)
-    assert list(told) == ["0", "1"]
-    for job, error in told.items():
+    messages = failures(tmp_path)
+    assert list(messages) == ["0", "1"]
+    for job, error in messages.items():
         assert "digits is not finite" in error
         if launcher == "other" or job == "1":
-            place = "training/0" if launcher == "other" else "0"
-            assert f"could not be made in {tmp_path}/run/{place}, once for all jobs" in error
+            job_folder = "training/0" if launcher == "other" else "0"
+            assert f"could not be made in {tmp_path}/run/{job_folder}, once for all jobs" in error
     left = [path for path in (tmp_path / "run/training").glob("*") if not path.name.isdigit()]
     assert left == [], "a later sweep would not try again"
 
@@ -176,12 +176,12 @@ def test_a_trial_whose_process_dies_costs_a_search_no_other(tmp_path, monkeypatc
         mergers = [next(o.partition("=")[2] for o in job if o.startswith("merger=")) for job in jobs]
         if "task_arithmetic" in mergers:
             raise RuntimeError("a process died")
-        found = begins(jobs, initial_job_idx)
-        for each, merger in zip(found, mergers, strict=True):
+        results = begins(jobs, initial_job_idx)
+        for each, merger in zip(results, mergers, strict=True):
             each.return_value = values[merger]
-        return found
+        return results
 
     search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=12", "hydra.sweeper.n_jobs=6"]
     sweep(tmp_path, *search, "stage=[merge]", "merger=average,task_arithmetic,ties", launch=launch)
-    found = OmegaConf.load(tmp_path / "run/optimization_results.yaml")
-    assert (found.best_value, found.best_params.merger) == (0.75, "ties")
+    results = OmegaConf.load(tmp_path / "run/optimization_results.yaml")
+    assert (results.best_value, results.best_params.merger) == (0.75, "ties")

@@ -101,8 +101,8 @@ def test_an_odd_row_is_left_out_with_a_note_and_costs_the_others_nothing(record,
 
 def test_the_same_samples_give_the_same_interval_and_a_comparison_has_them_too(record, tmp_path) -> None:
     records, samples = drawn(record, {"a": 0.7, "b": 0.69, "c": 0.4})
-    given = {"curves": {}, "searches": {}, "config_yaml": "", "timings": {}, "title": "x"}
-    first = write_report(tmp_path / "run", records, samples=samples, **given)
+    contents = {"curves": {}, "searches": {}, "config_yaml": "", "timings": {}, "title": "x"}
+    first = write_report(tmp_path / "run", records, samples=samples, **contents)
     assert first.table == add_intervals(build_table(records), samples)
     assert read_records(first.records) == records
     again = compare([tmp_path / "run"], tmp_path / "out")
@@ -116,10 +116,10 @@ def test_the_same_samples_give_the_same_interval_and_a_comparison_has_them_too(r
 
 def test_a_damaged_file_of_samples_is_a_failure_of_its_run_alone(record, tmp_path) -> None:
     records, samples = drawn(record, {"a": 0.7, "b": 0.5})
-    given = {"curves": {}, "searches": {}, "config_yaml": "", "timings": {}, "title": "x"}
+    contents = {"curves": {}, "searches": {}, "config_yaml": "", "timings": {}, "title": "x"}
     for name in ("one", "two"):
-        write_report(tmp_path / name, records, samples=samples, **given)
+        write_report(tmp_path / name, records, samples=samples, **contents)
     (tmp_path / "two/samples.npz").write_bytes(b"PK broken")
-    found = compare([tmp_path / "one", tmp_path / "two"], tmp_path / "out")
-    assert found.table.rows
-    assert "samples.npz cannot be read" in found.html.read_text()
+    comparison = compare([tmp_path / "one", tmp_path / "two"], tmp_path / "out")
+    assert comparison.table.rows
+    assert "samples.npz cannot be read" in comparison.html.read_text()

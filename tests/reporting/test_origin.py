@@ -19,8 +19,14 @@ def command(record, *arguments, mergers=MERGERS, **changes):
 
 @pytest.mark.parametrize("kind", ["merged", "expert", "joint"])
 def test_a_row_s_command_makes_that_row_and_no_other_merge(record, kind):
-    given = ("+experiment=quickstart", "mergers.ties.density=0.3", "joint=true", "run_dir=/x", "stage=report")
-    overrides = shlex.split(command(record, *given, kind=kind))
+    arguments = (
+        "+experiment=quickstart",
+        "mergers.ties.density=0.3",
+        "joint=true",
+        "run_dir=/x",
+        "stage=report",
+    )
+    overrides = shlex.split(command(record, *arguments, kind=kind))
     with initialize_config_dir(str(find_conf_dir()), version_base="1.3"):
         cfg = compose("main", overrides)
     assert list(cfg.mergers) == (["ties"] if kind == "merged" else [])

@@ -55,11 +55,11 @@ def test_every_table_says_its_source_and_names_what_exists(source: str) -> None:
 )
 def test_printed_averages_are_the_means_of_their_rows(name: str) -> None:
     """But for rounding, and for DARE on plain experts in MergOPT's table: 67.0 is printed, the mean is 66.7."""
-    found: dict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
+    means: dict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
     for row in read_published(name):
-        found[row.backbone, row.finetuning, row.optimizer, row.row][row.column] = row.value
-    found.pop(("clip_vit_b32", "full", "adamw", "dare"), None)
-    for values in found.values():
+        means[row.backbone, row.finetuning, row.optimizer, row.row][row.column] = row.value
+    means.pop(("clip_vit_b32", "full", "adamw", "dare"), None)
+    for values in means.values():
         average = values.pop("average")
         assert not values or sum(values.values()) / len(values) == pytest.approx(average, abs=0.11)
 
@@ -117,8 +117,8 @@ def test_a_number_never_stands_beside_a_run_of_another_setting(name, optimizer, 
     tasks = find_conditions(name)[0] or {"any"}
 
     def rows(**others: str) -> list[Beside]:
-        found = set_beside(name, lambda *_: 90.0, axes, equal_but(**others), tasks)
-        return [r for r in found if r.row == row]
+        comparisons = set_beside(name, lambda *_: 90.0, axes, equal_but(**others), tasks)
+        return [r for r in comparisons if r.row == row]
 
     assert rows()
     assert not rows(**{key.replace(".", "__"): "other"})
@@ -302,12 +302,12 @@ DOUBTFUL = [
 
 def list_undoubted() -> list[tuple[str, ...]]:
     """Numbers of the list above of which nothing is said."""
-    found = []
+    undoubted = []
     for source, table, row, column in DOUBTFUL:
         cells = (r for r in read_published(f"{source} {table}") if (r.row, r.column) == (row, column))
         if not find_doubt(source, next(cells)):
-            found.append((source, table, row, column))
-    return found
+            undoubted.append((source, table, row, column))
+    return undoubted
 
 
 def test_a_doubtful_number_says_so_and_one_that_is_not_does_not(monkeypatch) -> None:

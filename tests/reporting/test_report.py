@@ -124,8 +124,8 @@ def test_a_comparison_shows_the_configuration_of_every_run_folded(tmp_path, stud
     (tmp_path / "b" / "config.yaml").write_text("name: <b>\n")
     page = compare([tmp_path / "a", tmp_path / "b"], tmp_path / "all").html.read_text()
     for name, text in (("a", "a"), ("b", "&lt;b&gt;")):
-        told = f'<summary>Configuration of {name}</summary><pre tabindex="0">name: {text}\n</pre></details>'
-        assert f"<details>{told}" in page
+        summary = f'<summary>Configuration of {name}</summary><pre tabindex="0">name: {text}\n</pre></details>'
+        assert f"<details>{summary}" in page
 
 
 def test_the_summary_names_the_study_its_best_merger_and_the_references(written):
@@ -375,8 +375,8 @@ def test_no_pipe_and_no_device_in_a_run_s_folder_is_read(make, tmp_path, written
 
 def test_the_page_says_how_it_was_made_and_a_comparison_how_each_run_was(tmp_path, written, study):
     text, summary = written.html.read_text(), written.summary.read_text()
-    for said in (ORIGIN.command.replace("'", "&#39;"), "2026-01-02", "torch 2.9", "Linux x86_64, 2 cores"):
-        assert said in text
+    for part in (ORIGIN.command.replace("'", "&#39;"), "2026-01-02", "torch 2.9", "Linux x86_64, 2 cores"):
+        assert part in text
     assert "```\npython -m mergekit_lab '+experiment=a b'\n```" in summary
     report(tmp_path / "a", study(1, 1), origin=None)
     shutil.copytree(written.records.parent, tmp_path / "b")
@@ -393,8 +393,8 @@ def test_what_a_terminal_would_obey_comes_from_no_run_s_folder(tmp_path, written
     failure = read_run(folder)
     assert isinstance(failure, Failure)
     assert r"field 'task' is '\x1b[2J'" in failure.error
-    told = {"error": "\x1b]0;title\x07 lost\n\tline", "overrides": ["a=\x9b2J"]}
-    (folder / "failure.json").write_text(json.dumps(told))
+    recorded = {"error": "\x1b]0;title\x07 lost\n\tline", "overrides": ["a=\x9b2J"]}
+    (folder / "failure.json").write_text(json.dumps(recorded))
     assert read_run(folder) == Failure(str(folder), "]0;title lost\n\tline", ("a=2J",))
 
 
@@ -404,11 +404,11 @@ def test_no_flipped_bit_of_the_samples_stops_a_comparison(tmp_path, study):
     report(tmp_path, records, samples=samples)
     file = tmp_path / "samples.npz"
     sound = file.read_bytes()
-    told = set()
-    for place in range(len(sound)):
-        file.write_bytes(sound[:place] + bytes([sound[place] ^ 64]) + sound[place + 1 :])
-        told.add(type(read_run(tmp_path)))
-    assert told == {RunFiles, Failure}
+    types = set()
+    for position in range(len(sound)):
+        file.write_bytes(sound[:position] + bytes([sound[position] ^ 64]) + sound[position + 1 :])
+        types.add(type(read_run(tmp_path)))
+    assert types == {RunFiles, Failure}
 
 
 def test_a_comparison_draws_the_curves_of_each_group_once(tmp_path, study):

@@ -115,14 +115,14 @@ def events(folder):
     from tensorboardX.proto.event_pb2 import Event
 
     (file,) = folder.glob("events.*")
-    content, place, found = file.read_bytes(), 0, []
-    while place < len(content):
-        (length,) = struct.unpack_from("<Q", content, place)
+    content, position, events = file.read_bytes(), 0, []
+    while position < len(content):
+        (length,) = struct.unpack_from("<Q", content, position)
         event = Event()
-        event.ParseFromString(content[place + 12 : place + 12 + length])
-        found += [(value.tag, event.step, value) for value in event.summary.value]
-        place += 16 + length
-    return found
+        event.ParseFromString(content[position + 12 : position + 12 + length])
+        events += [(value.tag, event.step, value) for value in event.summary.value]
+        position += 16 + length
+    return events
 
 
 def test_tensorboards_files_hold_metrics_the_leaderboard_and_figures_by_job(tmp_path, record):
@@ -136,11 +136,11 @@ def test_tensorboards_files_hold_metrics_the_leaderboard_and_figures_by_job(tmp_
         tracker.log_summary(build_table([record(value=0.6, expert_value=0.8)]))
         tracker.log_figure("mergers", tmp_path / "figure.png")
         tracker.finish()
-    found = {tag: (step, value) for tag, step, value in events(tmp_path / "run" / "tensorboard" / "evaluate")}
-    assert (found["evaluate/loss"][0], found["evaluate/loss"][1].simple_value) == (7, 2.5)
-    assert found["ties/normalized"][1].simple_value == pytest.approx(0.75)
-    assert (found["mergers"][1].image.height, found["mergers"][1].image.width) == (100, 100)
-    assert "finetune/loss" not in found
+    logged = {tag: (step, value) for tag, step, value in events(tmp_path / "run" / "tensorboard" / "evaluate")}
+    assert (logged["evaluate/loss"][0], logged["evaluate/loss"][1].simple_value) == (7, 2.5)
+    assert logged["ties/normalized"][1].simple_value == pytest.approx(0.75)
+    assert (logged["mergers"][1].image.height, logged["mergers"][1].image.width) == (100, 100)
+    assert "finetune/loss" not in logged
 
 
 def test_without_the_library_tensorboard_says_what_to_install(monkeypatch):

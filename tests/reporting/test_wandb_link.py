@@ -18,11 +18,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceW
 
 def product(folder: Path, kind: str, key: str, inputs=()) -> Product:
     """An artifact of a store: weights and the manifest that names their hash."""
-    place = folder / kind / key
-    place.mkdir(parents=True, exist_ok=True)
-    (place / "model.safetensors").write_bytes(key.encode())
-    (place / "manifest.json").write_text(json.dumps({"key": key, "files": {"model.safetensors": "0" * 64}}))
-    return Product(f"{kind}-digits-adamw-s0", key, kind, place, tuple(inputs), "What it is.", {"seed": 0})
+    folder_of_key = folder / kind / key
+    folder_of_key.mkdir(parents=True, exist_ok=True)
+    (folder_of_key / "model.safetensors").write_bytes(key.encode())
+    (folder_of_key / "manifest.json").write_text(
+        json.dumps({"key": key, "files": {"model.safetensors": "0" * 64}})
+    )
+    return Product(
+        f"{kind}-digits-adamw-s0", key, kind, folder_of_key, tuple(inputs), "What it is.", {"seed": 0}
+    )
 
 
 def reference(kind: str, key: str) -> str:
@@ -77,16 +81,16 @@ def test_evaluations_of_an_offline_run_tell_once_which_model_they_used(server, t
     assert (line["name"], line["digest"], line["uses"]) == (None, None, [MERGED])
     api = Api({f"me/p/{MERGED}": "C"})
     assert link([tmp_path], api) == 1
-    assert api.told == [("me/p/i", f"me/p/{MERGED}")]
+    assert api.calls == [("me/p/i", f"me/p/{MERGED}")]
 
 
 class Api:
-    """What W&B has after an upload, and the uses it was told of."""
+    """What W&B has after an upload, and the uses it was calls of."""
 
     default_entity = "me"
 
     def __init__(self, digests: dict[str, str]) -> None:
-        self.digests, self.told = digests, []
+        self.digests, self.calls = digests, []
 
     def artifact(self, path: str):
         if path not in self.digests:
@@ -94,7 +98,7 @@ class Api:
         return SimpleNamespace(path=path, digest=self.digests[path])
 
     def run(self, path: str):
-        return SimpleNamespace(use_artifact=lambda artifact: self.told.append((path, artifact.path)))
+        return SimpleNamespace(use_artifact=lambda artifact: self.calls.append((path, artifact.path)))
 
 
 def lineage(folder: Path, **changes) -> None:
@@ -117,7 +121,7 @@ def test_links_are_told_once_for_every_run_of_a_sweep_after_the_upload(tmp_path)
         lineage(tmp_path / "1", run="s", name=MERGED, digest="C", uses=[EXPERT])
     api = Api({f"me/p/{EXPERT}": "A"})
     assert link([tmp_path], api) == 1
-    assert api.told == [("me/p/s", f"me/p/{EXPERT}")]
+    assert api.calls == [("me/p/s", f"me/p/{EXPERT}")]
     with pytest.raises(InputError, match="digest B, and A"):
         link([tmp_path], Api({f"me/p/{EXPERT}": "B"}))
     with pytest.raises(InputError, match=r"me/p/experts-digits-adamw-s0:a.*`wandb sync`"):

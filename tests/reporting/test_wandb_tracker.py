@@ -259,8 +259,8 @@ def test_offline_runs_print_one_line_in_all(server, monkeypatch, tmp_path, capfd
         tracker.log({"loss": 1.0}, step=1)
         tracker.finish()
     assert "".join(capfd.readouterr()) == ""
-    told = [record.getMessage() for record in caplog.records if record.name.startswith("mergekit_lab")]
-    assert told == [f"W&B is offline; later: wandb sync {tmp_path / 'run'}/wandb/offline-run-*"]
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("mergekit_lab")]
+    assert messages == [f"W&B is offline; later: wandb sync {tmp_path / 'run'}/wandb/offline-run-*"]
 
 
 @pytest.mark.parametrize("module", ["wandb_link", "wandb_dashboard"])

@@ -202,8 +202,8 @@ def test_a_barrier_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypa
 def test_what_was_finished_of_one_that_was_cut_is_read_back(
     name: str, where, what: str, pieces: int, trained, tmp_path, monkeypatch
 ) -> None:
-    given = [f"store.root={trained[1]}", "joint=false", f"analysis={name}", *SMALL[name]]
-    cfg, choices = composed([*TINY, *given])
+    overrides = [f"store.root={trained[1]}", "joint=false", f"analysis={name}", *SMALL[name]]
+    cfg, choices = composed([*TINY, *overrides])
     if name == "curvature_gain":  # which takes Fishers from the store
         go(tmp_path / "fishers", trained[1], "merger=epimer", "joint=false", "stage=[curvature]")
     context, analysis = Run(cfg, tmp_path, choices), build(cfg.analysis, Analysis)
@@ -215,8 +215,8 @@ def test_what_was_finished_of_one_that_was_cut_is_read_back(
             raise KeyboardInterrupt
         return real(*args, **named)
 
-    for place in ("cut", "whole"):
-        (tmp_path / place).mkdir()
+    for part in ("cut", "whole"):
+        (tmp_path / part).mkdir()
     monkeypatch.setattr(where, what, cut)
     with pytest.raises(KeyboardInterrupt):
         analysis.compute(context, tmp_path / "cut")
@@ -233,8 +233,8 @@ def test_the_numbers_are_those_of_the_stored_models(trained, tmp_path) -> None:
     at_one = sweep["mergers"]["task_arithmetic"]
     assert sweep["alphas"] == [0.0, 1.0, 2.0]
     wanted = next(p["normalized"] for p in searched if p["coefficient"] == 1.0)
-    found = sum(at_one[t]["value"][1] / sweep["experts"][t] for t in at_one) / 2
-    assert found == pytest.approx(wanted, abs=1e-6)
+    normalized = sum(at_one[t]["value"][1] / sweep["experts"][t] for t in at_one) / 2
+    assert normalized == pytest.approx(wanted, abs=1e-6)
     barrier = analyze(tmp_path / "b", store, "barrier", "analysis.samples=null", "analysis.part=test")
     experts = {r.task: r.value for r in read_records(folder / "records.jsonl") if r.kind == "expert"}
     merged = {r.task: r.value for r in read_records(folder / "records.jsonl") if r.kind == "merged"}
@@ -352,8 +352,8 @@ def test_the_ends_of_a_way_between_experts_lie_on_the_straight_line(trained, tmp
 
 
 def test_the_largest_rank_is_the_uncapped_merge_and_all_experts_are_the_last_group(trained, tmp_path) -> None:
-    found = analyze(tmp_path / "a", trained[1], "rank_sweep", "analysis.ranks=[1,100000]")
-    assert [point["rank"] for point in found["points"]] == [1, 100000]
+    curve = analyze(tmp_path / "a", trained[1], "rank_sweep", "analysis.ranks=[1,100000]")
+    assert [point["rank"] for point in curve["points"]] == [1, 100000]
     whole = analyze(tmp_path / "b", trained[1], "alpha_sweep", "analysis.low=0.5", "analysis.high=1.0")
     assert whole["alphas"] == [0.5, 0.75, 1.0]
     (group,) = analyze(tmp_path / "c", trained[1], "expert_count")["points"]
@@ -366,11 +366,11 @@ def test_the_largest_rank_is_the_uncapped_merge_and_all_experts_are_the_last_gro
 
 def test_a_share_of_all_samples_is_the_runs_own_fisher(trained, tmp_path) -> None:
     _, store = trained
-    found = analyze(
+    points = analyze(
         tmp_path / "a", store, "fisher_fraction", "analysis.fractions=[0.05,1.0]", "analysis.batch=null"
     )["points"]
-    assert [(p["fraction"], p["samples"]) for p in found] == [(0.05, [3, 5]), (1.0, [60, 104])]
-    assert {p["coefficient"] for p in found} == {1.0}  # a Fisher average has none
+    assert [(p["fraction"], p["samples"]) for p in points] == [(0.05, [3, 5]), (1.0, [60, 104])]
+    assert {p["coefficient"] for p in points} == {1.0}  # a Fisher average has none
     before = len(list((store / "fishers").iterdir()))
     go(tmp_path / "b", store, "stage=[curvature,merge]", "merger=fisher", "curvature.samples=null",
        "curvature.fraction=1.0")  # fmt: skip
@@ -380,12 +380,12 @@ def test_a_share_of_all_samples_is_the_runs_own_fisher(trained, tmp_path) -> Non
 def test_the_whole_number_of_steps_is_the_runs_own_experts(trained, tmp_path) -> None:
     folder, store = trained
     before = len(list((store / "experts").iterdir()))
-    found = analyze(tmp_path, store, "steps", "analysis.samples=null", "analysis.part=test")["points"]
-    assert [point["steps"] for point in found] == [2, 4]
+    points = analyze(tmp_path, store, "steps", "analysis.samples=null", "analysis.part=test")["points"]
+    assert [point["steps"] for point in points] == [2, 4]
     assert len(list((store / "experts").iterdir())) <= before + 2
     experts = {r.task: r.value for r in read_records(folder / "records.jsonl") if r.kind == "expert"}
-    assert found[1]["experts"] == pytest.approx(experts, abs=1e-6)
-    assert set(found[0]["mergers"]) == {"task_arithmetic"}
+    assert points[1]["experts"] == pytest.approx(experts, abs=1e-6)
+    assert set(points[0]["mergers"]) == {"task_arithmetic"}
 
 
 def test_densities_hold_the_share_they_reach_and_the_sum_is_that_of_all(trained, tmp_path) -> None:
@@ -414,7 +414,7 @@ def test_a_plane_of_the_cloud_is_that_of_a_singular_value_decomposition() -> Non
     ends = {
         t: {"a": base["a"] + torch.randn(3, 4, generator=generator), "steps": torch.tensor(2)} for t in "wxyz"
     }
-    shares, places, explained = find_principal_plane(ends, base)
+    shares, coordinates, explained = find_principal_plane(ends, base)
     vectors = torch.stack([(end["a"] - base["a"]).flatten().double() for end in ends.values()])
     centered = vectors - vectors.mean(dim=0)
     _, s, vh = torch.linalg.svd(centered, full_matrices=False)
@@ -423,7 +423,7 @@ def test_a_plane_of_the_cloud_is_that_of_a_singular_value_decomposition() -> Non
     torch.testing.assert_close(
         (components @ vh[:2].T).abs(), torch.eye(2, dtype=torch.float64), atol=1e-6, rtol=0
     )
-    torch.testing.assert_close(places, centered @ components.T)
+    torch.testing.assert_close(coordinates, centered @ components.T)
     assert explained == pytest.approx((s[:2] ** 2 / (s**2).sum()).tolist())
 
 

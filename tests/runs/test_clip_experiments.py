@@ -227,8 +227,8 @@ def stand_beside(tmp_path: Path, *job: str) -> list[Beside]:
         return when == "backbone.weights=openai" or published.have_settings(setup, when)
 
     axes = {axis: choices[axis] for axis in ("backbone", "finetuning", "optimizer")}
-    given = (lambda *_: 1.0, axes, holds, setup.tasks)
-    return [each for table in cfg.published for each in set_beside(table, *given)]
+    reference = (lambda *_: 1.0, axes, holds, setup.tasks)
+    return [each for table in cfg.published for each in set_beside(table, *reference)]
 
 
 @pytest.mark.parametrize("backbone", ["b32", "b16", "l14"])
@@ -249,9 +249,9 @@ def test_a_tables_numbers_stand_beside_its_experiment(job: tuple[str, str], tmp_
     ("more", "holds"), [([], True), (["merger.coefficient=0.4"], False), (["merger.preset=mergekit"], False)]
 )
 def test_a_single_merger_keeps_its_experiments_settings(more: list[str], holds: bool, tmp_path: Path) -> None:
-    given = ["+experiment=clip_public_experts", "backbone.weights=null", "merger=ties", *more]
-    cfg, choices = composed(given)
-    setup = Run(with_chosen_merger(cfg, given), tmp_path, choices)
+    overrides = ["+experiment=clip_public_experts", "backbone.weights=null", "merger=ties", *more]
+    cfg, choices = composed(overrides)
+    setup = Run(with_chosen_merger(cfg, overrides), tmp_path, choices)
     assert list(setup.mergers) == ["ties"]
     (row,) = (
         r
@@ -262,14 +262,14 @@ def test_a_single_merger_keeps_its_experiments_settings(more: list[str], holds: 
 
 
 def test_a_single_merger_of_another_experiment_is_its_groups(tmp_path: Path) -> None:
-    given = ["+experiment=clip_adamw", "merger=breadcrumbs", "merger.density=0.5"]
-    cfg, _ = composed(given)
-    assert with_chosen_merger(cfg, given) is cfg
+    overrides = ["+experiment=clip_adamw", "merger=breadcrumbs", "merger.density=0.5"]
+    cfg, _ = composed(overrides)
+    assert with_chosen_merger(cfg, overrides) is cfg
 
 
 def test_searched_fields_are_open_and_checked_before_any_work(tmp_path: Path) -> None:
-    def made(given: str) -> Run:
-        more = ["search=halving", "merger=ties", f"store.root={tmp_path}", f"search.fields={given}"]
+    def made(fields: str) -> Run:
+        more = ["search=halving", "merger=ties", f"store.root={tmp_path}", f"search.fields={fields}"]
         return Run(*composed(["backbone=glyph_clip", *more])[:1], tmp_path, {"merger": "ties"})
 
     assert made("{density: [0.3, 0.2]}").search.list_variants({"density": 0.1}) == [

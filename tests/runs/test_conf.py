@@ -143,9 +143,9 @@ def test_whole_numbers_enter_keys_as_what_they_are_read_as() -> None:
     """Else `density=1` and `density=1.0` would be merged, and trained, twice."""
 
     def settled(one: str) -> dict:
-        given = ["training.lr", "optimizer.rho", "optimizer.base.eps", "finetuning.alpha"]
-        given += ["merger.density", "merger.coefficient"]
-        overrides = [f"++{name}={one}" for name in given] + [f"search.coefficients=[{one},2.5]"]
+        keys = ["training.lr", "optimizer.rho", "optimizer.base.eps", "finetuning.alpha"]
+        keys += ["merger.density", "merger.coefficient"]
+        overrides = [f"++{name}={one}" for name in keys] + [f"search.coefficients=[{one},2.5]"]
         kinds = ["optimizer=sam", "finetuning=lora", "merger=ties", "training.steps=1", "run_dir=run"]
         cfg, _ = composed([*kinds, *overrides])
         made = with_floats(cfg, Main)
@@ -153,10 +153,10 @@ def test_whole_numbers_enter_keys_as_what_they_are_read_as() -> None:
         assert OmegaConf.is_interpolation(made.optimizer.base, "lr")
         return plain(made)
 
-    found = settled("1")
-    assert json.dumps(found) == json.dumps(settled("1.0"))
-    assert type(found["training"]["steps"]) is type(found["finetuning"]["rank"]) is int
-    assert found["optimizer"]["base"]["lr"] == found["training"]["lr"] == 1.0
+    config = settled("1")
+    assert json.dumps(config) == json.dumps(settled("1.0"))
+    assert type(config["training"]["steps"]) is type(config["finetuning"]["rank"]) is int
+    assert config["optimizer"]["base"]["lr"] == config["training"]["lr"] == 1.0
 
 
 def test_an_analysis_that_comes_last_is_checked_before_the_first_stage() -> None:

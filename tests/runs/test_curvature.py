@@ -150,8 +150,8 @@ def test_a_fisher_from_the_first_moment_has_a_name_of_its_own_and_is_merged_with
     fisher = open_checkpoint(store / "fishers" / one / "fisher.safetensors")
     assert all(bool((fisher[name] >= 0).all()) for name in fisher)
     assert any(fisher[name].any() for name in fisher)
-    told = json.loads((store / "fishers" / other / "manifest.json").read_text())["content"]["curvature"]
-    assert told == {"samples": 8, "sampled": False, "estimate": "first_moment", "batch_size": 16}
+    curvature = json.loads((store / "fishers" / other / "manifest.json").read_text())["content"]["curvature"]
+    assert curvature == {"samples": 8, "sampled": False, "estimate": "first_moment", "batch_size": 16}
 
 
 def test_a_fraction_is_a_prefix_of_the_same_shuffle(tmp_path) -> None:

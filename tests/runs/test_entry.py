@@ -9,23 +9,23 @@ from runs.recording import Recorder
 from mergekit_lab.programs import start
 
 
-def told(folder: Path, store: Path, *overrides: str) -> list[tuple[str, dict]]:
-    Recorder.told = []
-    given = [
+def track(folder: Path, store: Path, *overrides: str) -> list[tuple[str, dict]]:
+    Recorder.calls = []
+    arguments = [
         *TINY,
         f"store.root={store}",
         "joint=false",
         "logger._target_=runs.recording.Recorder",
         *overrides,
     ]
-    cfg, choices = composed(given)
-    start(cfg, folder, choices, given)
-    return Recorder.told
+    cfg, choices = composed(arguments)
+    start(cfg, folder, choices, arguments)
+    return Recorder.calls
 
 
 @pytest.fixture(scope="module")
 def tracked(session_store, tmp_path_factory) -> list[tuple[str, dict]]:
-    return told(tmp_path_factory.mktemp("tracked") / "first", session_store, "merger=fisher")
+    return track(tmp_path_factory.mktemp("tracked") / "first", session_store, "merger=fisher")
 
 
 def starts(events) -> list[dict]:
@@ -55,8 +55,8 @@ def test_lineage_goes_from_experts_by_fishers_and_the_merged_model_to_evaluation
 
 
 def test_a_run_that_goes_on_elsewhere_has_the_same_identity(tracked, session_store, tmp_path) -> None:
-    again = told(tmp_path / "b", session_store, "merger=fisher", "stage=[evaluate,report]", "progress=false")
+    again = track(tmp_path / "b", session_store, "merger=fisher", "stage=[evaluate,report]", "progress=false")
     assert [s["identity"] for s in starts(again)] == [starts(tracked)[3]["identity"]]
-    other = told(tmp_path / "c", session_store, "merger=fisher", "stage=evaluate", "evaluation_batch_size=7")
+    other = track(tmp_path / "c", session_store, "merger=fisher", "stage=evaluate", "evaluation_batch_size=7")
     assert starts(other)[0]["identity"] == starts(tracked)[3]["identity"]
     assert len({s["identity"] for s in starts(tracked)}) == 4

@@ -57,9 +57,11 @@ def published(tmp_path_factory) -> Path:
     write_repository(build({**composed(["suite=clip8"])[0].suite.tasks.eurosat}, HubImages), data)
     write_parquet(data / "data/validation-00000-of-00001.parquet", pictures(5, 10, 7))
     for seed, tag in enumerate(WEIGHTS.values()):
-        place = root / "models" / tag["hf_hub"]
-        place.mkdir(parents=True)
-        save_file(room.make_whole_model((NAME, None, seed)).state_dict(), place / "open_clip_model.safetensors")
+        model_folder = root / "models" / tag["hf_hub"]
+        model_folder.mkdir(parents=True)
+        save_file(
+            room.make_whole_model((NAME, None, seed)).state_dict(), model_folder / "open_clip_model.safetensors"
+        )
     expert = root / "models" / EXPERT
     expert.mkdir(parents=True)
     renamed = to_transformers(OpenClip(NAME, None, seed=5).make_model().state_dict())
@@ -83,10 +85,10 @@ def evaluated(tmp_path: Path, *overrides: str) -> dict[str, float]:
     """Values by key of a run's evaluations."""
     cfg, choices = composed([*RUN, f"store.root={tmp_path}/store", *overrides])
     start(cfg, tmp_path / "run", choices, [])
-    found = {}
+    values = {}
     for file in sorted((tmp_path / "store").glob("evaluations/*/manifest.json")):
-        found[file.parent.name] = json.loads(file.read_text())["info"]["value"]
-    return found
+        values[file.parent.name] = json.loads(file.read_text())["info"]["value"]
+    return values
 
 
 def test_what_a_run_downloaded_is_found_without_asking_again(online, tmp_path, monkeypatch) -> None:
@@ -181,10 +183,10 @@ def test_what_is_wrong_is_listed_with_what_is_missing(online, tmp_path, monkeypa
     wrong = ["sources.eurosat=/no/data", "backbone.weights=/no/weights.pt", "experts=/no/experts"]
     cfg = composed([*(part for part in RUN if part != "~suite.tasks.dtd"), *wrong])[0]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(InputError, match="4 missing for this run") as told:
+    with pytest.raises(InputError, match="4 missing for this run") as caught:
         start(cfg, tmp_path / "run", {}, [])
     for name in ("tanganke/dtd", "/no/data", "/no/weights.pt", "/no/experts"):
-        assert str(told.value).count(name) == 1
+        assert str(caught.value).count(name) == 1
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with pytest.raises(InputError, match=r"^sources\.eurosat is '/no/data'"):
         start(cfg, tmp_path / "run", {}, [])
@@ -214,8 +216,8 @@ def test_backbones_share_a_fetched_folder(online, tmp_path, monkeypatch) -> None
         backbone, task = build(carried.backbone, OpenClip), build(carried.suite.tasks.eurosat, HubImages)
         wanted = OpenClip(name, job[0].partition("=")[2])
         assert backbone.identify()["sha256"] == wanted.identify()["sha256"]
-        found = find_expert(carried.experts, backbone, task)
-        assert Path(found).parent.name == name
+        expert = find_expert(carried.experts, backbone, task)
+        assert Path(expert).parent.name == name
         assert backbone.source.find_published_name() == wanted.weights
 
 

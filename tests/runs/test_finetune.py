@@ -189,10 +189,10 @@ def test_offsets_are_fitted_to_the_task_vectors_of_the_base_optimizers_experts(t
     pilot = load_state(plain.need(declare_expert(plain, "digits")))
     base = BASE.make_model().state_dict()
     wanted = fit_offset({n: pilot[n] - t for n, t in base.items()})
-    found = made.need(declare_fit(made)).info
-    assert (found["loc"], found["scale"]) == (wanted.loc, wanted.scale)
-    given = [f"optimizer.loc={wanted.loc!r}", f"optimizer.scale={wanted.scale!r}"]
-    by_hand = go(tmp_path / "run", store, *only, "optimizer=mergopt", *given)
+    fit = made.need(declare_fit(made)).info
+    assert (fit["loc"], fit["scale"]) == (wanted.loc, wanted.scale)
+    settings = [f"optimizer.loc={wanted.loc!r}", f"optimizer.scale={wanted.scale!r}"]
+    by_hand = go(tmp_path / "run", store, *only, "optimizer=mergopt", *settings)
     expert, same = (
         load_state(made.need(declare_expert(made, "digits"))),
         load_state(by_hand.need(declare_expert(by_hand, "digits"))),

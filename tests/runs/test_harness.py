@@ -114,7 +114,7 @@ def test_scores_are_those_of_the_harness_s_own_command_line(inputs, tmp_path, mo
         "--output_path", f"{tmp_path}/out.json",
     ]  # fmt: skip
     subprocess.run([sys.executable, "-m", "lm_eval", *arguments], check=True, capture_output=True, cwd=tmp_path)
-    told = json.loads(next(tmp_path.glob("out*.json")).read_text())["results"]
+    reference = json.loads(next(tmp_path.glob("out*.json")).read_text())["results"]
     backbone = tiny_backbone(inputs / "names", "llama")
     for name, metrics in {
         "pick": {"acc": "acc,none", "acc_norm": "acc_norm,none"},
@@ -125,7 +125,7 @@ def test_scores_are_those_of_the_harness_s_own_command_line(inputs, tmp_path, mo
         ours = score_with_harness(backbone.make_model(), backbone.load_tokenizer(), task)
         unit = 100 if name == "say" else 1
         assert ours.metrics == pytest.approx(
-            {n: told[name][key] / unit for n, key in metrics.items()}, abs=1e-9
+            {n: reference[name][key] / unit for n, key in metrics.items()}, abs=1e-9
         )
         assert ours.count == 9
         assert list(ours.samples) == (list(metrics) if name == "pick" else [])
@@ -142,7 +142,7 @@ def test_settings_and_models_mean_what_they_mean_to_the_harness(inputs, tmp_path
     from lm_eval.tasks import TaskManager
 
     folder = save_tiny(tmp_path, "t5") if kind == "t5" else inputs / "names"
-    told = simple_evaluate(
+    reference = simple_evaluate(
         "hf", {"pretrained": str(folder), "dtype": "float32"}, tasks=["pick"], device="cpu",
         task_manager=TaskManager(include_path=str(inputs / "tasks"), include_defaults=False), bootstrap_iters=0,
         **how,
@@ -150,12 +150,12 @@ def test_settings_and_models_mean_what_they_mean_to_the_harness(inputs, tmp_path
     backbone = tiny_backbone(folder, kind)
     task = HarnessTask("pick", include_path=str(inputs / "tasks"), **how)
     ours = score_with_harness(backbone.make_model(), backbone.load_tokenizer(), task)
-    assert ours.samples["acc"] == [sample["acc"] for sample in told["samples"]["pick"]]
-    assert ours.metrics["acc_norm"] == told["results"]["pick"]["acc_norm,none"]
-    found = run_harness(
+    assert ours.samples["acc"] == [sample["acc"] for sample in reference["samples"]["pick"]]
+    assert ours.metrics["acc_norm"] == reference["results"]["pick"]["acc_norm,none"]
+    results = run_harness(
         backbone.make_model(), backbone.load_tokenizer(), task, "auto", "float32", progress=False
     )
-    samples = read_results(task, found).samples
+    samples = read_results(task, results).samples
     assert samples == ours.samples, "as on CUDA, where the harness finds how many rows fit"
 
 
@@ -209,12 +209,12 @@ def test_a_run_scores_all_its_models_and_the_store_knows_each_by_its_settings(in
         "mergers.task_arithmetic.coefficient=0.5",
     ]  # fmt: skip
     records = run(tmp_path / "merged", inputs, *compare)
-    told = {(r.label, r.task): r for r in records}
-    assert {label for label, _ in told} == {"zero-shot", "sums", "names", "task_arithmetic"}
-    assert {task for _, task in told} == {"pick", "sums", "names"}
+    by_model = {(r.label, r.task): r for r in records}
+    assert {label for label, _ in by_model} == {"zero-shot", "sums", "names", "task_arithmetic"}
+    assert {task for _, task in by_model} == {"pick", "sums", "names"}
     assert all(r.part == "test" and not r.reused for r in records)
-    experts = [told[name, "pick"].value for name in ("sums", "names")]
-    merged = told["task_arithmetic", "pick"]
+    experts = [by_model[name, "pick"].value for name in ("sums", "names")]
+    merged = by_model["task_arithmetic", "pick"]
     assert (merged.kind, merged.expert_value) == ("merged", max(experts))
 
     alone = ["+experiment=evaluate_checkpoints", "suite.lm_eval_tasks=[pick]"]
@@ -223,16 +223,16 @@ def test_a_run_scores_all_its_models_and_the_store_knows_each_by_its_settings(in
     first, second = again
     assert [r.label for r in again] == ["base", "names"]
     assert first.reused, "the base's evaluation, and another of its metrics"
-    assert first.evaluation_key == told["zero-shot", "pick"].evaluation_key
+    assert first.evaluation_key == by_model["zero-shot", "pick"].evaluation_key
     assert (first.metric, second.kind, second.zero_shot_value) == ("acc_norm", "checkpoint", None)
-    assert told["names", "pick"].value == pytest.approx(
+    assert by_model["names", "pick"].value == pytest.approx(
         next(r for r in run(tmp_path / "first", inputs, *alone, models) if r.label == "names").value
     )
     assert not any(r.reused for r in run(tmp_path / "other", inputs, *alone, models, "suite.limit=3"))
 
 
 def test_what_a_result_says_is_a_fraction_where_larger_is_better_or_left_out() -> None:
-    found = {
+    results = {
         "results": {
             "t": {
                 "alias": "t", "bleu,none": 40.0, "acc,none": 0.5, "acc_stderr,none": "N/A", "ppl,none": 0.3,
@@ -243,7 +243,7 @@ def test_what_a_result_says_is_a_fraction_where_larger_is_better_or_left_out() -
         "samples": {"t": [{"filter": "none", "acc": acc, "bleu": ("a", "b")} for acc in (1.0, 0.0)]},
         "n-samples": {"t": {"original": 9, "effective": 2}},
     }  # fmt: skip
-    scores = read_results(HarnessTask("t"), found)
+    scores = read_results(HarnessTask("t"), results)
     assert scores.metrics == {"bleu": 0.4, "acc": 0.5, "f1,all": 0.25}
     assert (scores.samples, scores.count) == ({"acc": [1.0, 0.0]}, 2)
 

@@ -98,8 +98,8 @@ def test_epochs_are_steps_of_each_tasks_own_data(folders, tmp_path) -> None:
     assert declare_expert(other, "stories").content == declare_expert(context, "stories").content
     equal = Run(*_args(configured(folders["llama"], "llama", tmp_path, *more, "optimizer=sam",
                                       "training.budget=gradient_evaluations"), tmp_path))  # fmt: skip
-    found = plan_settings(equal, "stories")
-    assert (found.steps, found.warmup_steps, plan_settings(equal, "quantities").steps) == (6, 3, 1)
+    settings = plan_settings(equal, "stories")
+    assert (settings.steps, settings.warmup_steps, plan_settings(equal, "quantities").steps) == (6, 3, 1)
 
 
 def test_epochs_may_name_tasks_that_are_left_out_but_no_slip(folders, tmp_path) -> None:
@@ -162,12 +162,12 @@ def test_padding_is_in_no_gram(kind, folders, tmp_path) -> None:
     start(cfg, tmp_path / "run", choices, [])
     context = Run(cfg, tmp_path, choices)
     (file,) = (tmp_path / "store/grams").glob("*/gram.safetensors")
-    found, objective = open_checkpoint(file), context.make_objective("stories")
+    grams, objective = open_checkpoint(file), context.make_objective("stories")
     context.model.load_state_dict(load_state(context.need(declare_expert(context, "stories"))))
     order = torch.randperm(24, generator=torch.Generator().manual_seed(0))[:3]
-    alone = [objective.make_batch("train", place[None]) for place in order]
+    alone = [objective.make_batch("train", index[None]) for index in order]
     assert len({each["input_ids"].shape for each in alone}) > 1
-    layer = max(n for n in found if n.endswith(("down_proj", "wo")))  # of T5 in the encoder
+    layer = max(n for n in grams if n.endswith(("down_proj", "wo")))  # of T5 in the encoder
     rows: list[torch.Tensor] = []
     module = context.model.get_submodule(layer)
     handle = module.register_forward_pre_hook(lambda _, args: rows.append(args[0].flatten(0, -2)))
@@ -177,7 +177,7 @@ def test_padding_is_in_no_gram(kind, folders, tmp_path) -> None:
     handle.remove()
     entered = torch.cat(rows)
     wanted = entered.T @ entered / len(entered)
-    assert float((found[layer] - wanted).norm() / wanted.norm()) < 1e-5
+    assert float((grams[layer] - wanted).norm() / wanted.norm()) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])

@@ -116,8 +116,8 @@ def test_an_experiments_own_sweep_is_accepted_with_its_recipe(name) -> None:
     """Every option of every swept key, with its budget and its epochs, which runs on tiny models leave out."""
     composed([f"+experiment={name}"])
     swept = {key: values.split(",") for key, values in HydraConfig.get().sweeper.params.items()}
-    for place in range(max(map(len, swept.values()))):
-        job = [f"{key}={values[min(place, len(values) - 1)]}" for key, values in swept.items()]
+    for index in range(max(map(len, swept.values()))):
+        job = [f"{key}={values[min(index, len(values) - 1)]}" for key, values in swept.items()]
         check(composed([f"+experiment={name}", *job])[0])
 
 
@@ -146,13 +146,13 @@ def test_a_run_stands_beside_the_numbers_of_its_own_settings_alone(more, tables,
     cfg, choices = composed(["+experiment=llama32_1b_trace_mergopt", *suite, *more])
     made = Run(cfg, tmp_path, choices)
     axes = {axis: choices[axis] for axis in ("backbone", "finetuning", "optimizer")}
-    found = {
+    settings = {
         (row.table, row.setting)
         for name in cfg.published
         for row in set_beside(name, lambda *_: 1.0, axes, partial(published.have_settings, made), made.tasks)
     }
-    assert " ".join(sorted({table for table, _ in found}, key=int)) == tables
-    assert len([setting for table, setting in found if table == "22"]) <= 1
+    assert " ".join(sorted({table for table, _ in settings}, key=int)) == tables
+    assert len([setting for table, setting in settings if table == "22"]) <= 1
 
 
 def test_recipes_compose_with_the_epochs_of_their_own_tasks(tmp_path) -> None:
@@ -163,8 +163,8 @@ def test_recipes_compose_with_the_epochs_of_their_own_tasks(tmp_path) -> None:
             write_rows(tmp_path / name / task, plain(node))
             node.source = f"{tmp_path}/{name}/{task}"
         context = Run(cfg, tmp_path, choices)
-        found = {task: plan_settings(context, task).steps for task in context.tasks}
-        assert found["fomc"] == round(3 * context.tasks["fomc"].count("train") / 8) >= steps
+        steps_by_task = {task: plan_settings(context, task).steps for task in context.tasks}
+        assert steps_by_task["fomc"] == round(3 * context.tasks["fomc"].count("train") / 8) >= steps
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "t5"])

@@ -38,11 +38,11 @@ def artifact(store: Path, kind: str) -> tuple[Path, dict]:
 
 def test_the_entropy_falls_and_the_model_is_made_of_what_was_learned(finished) -> None:
     folder, store = finished
-    place, manifest = artifact(store, "coefficients")
+    model_folder, manifest = artifact(store, "coefficients")
     entropies = manifest["info"]["entropies"]
     assert len(entropies) == 6
     assert entropies[-1] < entropies[0]
-    weights = json.loads((place / "coefficients.json").read_text())
+    weights = json.loads((model_folder / "coefficients.json").read_text())
     assert all(0 <= value <= 1 for by_tensor in weights.values() for value in by_tensor.values())
     assert any(abs(value - 0.3) > 0.04 for by_tensor in weights.values() for value in by_tensor.values())
     records = read_records(folder / "records.jsonl")
@@ -114,9 +114,9 @@ def test_weights_are_searched_on_validation_and_the_model_is_made_of_the_best(
     info = artifact(store, "searches")[1]["info"]
     weights = info["fields"]["inner"]["weights"]
     words = {t: ", ".join(f"{p}: {w:.4g}" for p, w in each.items()) for t, each in weights.items()}
-    told = "inner.weights={" + ", ".join(f"{t}: {{{each}}}" for t, each in words.items()) + "}"
-    assert caplog.text.count(told) == 1
-    assert f"validation chose {told}." in (tmp_path / "summary.md").read_text()
+    weights_line = "inner.weights={" + ", ".join(f"{t}: {{{each}}}" for t, each in words.items()) + "}"
+    assert caplog.text.count(weights_line) == 1
+    assert f"validation chose {weights_line}." in (tmp_path / "summary.md").read_text()
     assert {tuple(by_pattern) for by_pattern in weights.values()} == {("*ln_*", "*.mlp.*", "*")}
     assert info["curve"][0]["fields"]["inner"]["weights"]["digits"] == dict.fromkeys(weights["digits"], 0.55)
     assert info["normalized"] == max(point["normalized"] for point in info["curve"])
@@ -124,7 +124,7 @@ def test_weights_are_searched_on_validation_and_the_model_is_made_of_the_best(
         json.loads(p.read_text())["info"]["method"]: p.parent
         for p in (store / "merged").glob("*/manifest.json")
     }
-    stored = open_checkpoint(next(place for method, place in merged.items() if "DARE" in method))
+    stored = open_checkpoint(next(folder for method, folder in merged.items() if "DARE" in method))
     records = read_records(folder / "records.jsonl")
     experts = {r.task: store / "experts" / r.model_key for r in records if r.kind == "expert"}
     base = OpenClip("glyph-clip", "asset:glyph_clip").make_model().state_dict()

@@ -129,9 +129,9 @@ def test_heads_from_images_classify_training_images_far_above_chance(head: str, 
     objective = Run(cfg, tmp_path, choices).make_objective("digits")
     model = OpenClip("glyph-clip", "asset:glyph_clip").make_model()
     with torch.no_grad():
-        found = objective.predict(model, "test", torch.arange(60))
+        predictions = objective.predict(model, "test", torch.arange(60))
     labels = objective.task.load_samples("test").labels
-    assert (found == labels).float().mean() > 0.5
+    assert (predictions == labels).float().mean() > 0.5
     assert Run(cfg, tmp_path, choices).describe_scoring("digits") == {"scoring": {"head": head}}
 
 
@@ -144,8 +144,8 @@ def test_published_state_dicts_take_the_place_of_training(prefix: str, data, tmp
     cfg, choices = composed(overrides(data, tmp_path / "store", *more))
     start(cfg, tmp_path / "run", choices, [])
     made = next((tmp_path / "store").glob("experts/*/model.safetensors"))
-    found = load_file(made)
-    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+    stored = load_file(made)
+    assert all(torch.equal(stored[name], tensor) for name, tensor in state.items())
     torch.save(torch.nn.Linear(2, 2), tmp_path / "eurosat.pt")
     with pytest.raises(InputError, match="the expert of eurosat"):
         start(cfg, tmp_path / "run", choices, [])
@@ -154,9 +154,11 @@ def test_published_state_dicts_take_the_place_of_training(prefix: str, data, tmp
         start(cfg, tmp_path / "run", choices, [])
 
 
-@pytest.mark.parametrize("place", ["ViT-B-32/EuroSATVal/nonlinear_finetuned.pt", "eurosat/finetuned.pt"])
-def test_experts_are_found_where_task_arithmetic_and_its_successors_leave_them(place, data, tmp_path) -> None:
-    file = tmp_path / "checkpoints" / place
+@pytest.mark.parametrize("relative", ["ViT-B-32/EuroSATVal/nonlinear_finetuned.pt", "eurosat/finetuned.pt"])
+def test_experts_are_found_where_task_arithmetic_and_its_successors_leave_them(
+    relative, data, tmp_path
+) -> None:
+    file = tmp_path / "checkpoints" / relative
     file.parent.mkdir(parents=True)
     (file.parent / "zeroshot.pt").touch()
     file.touch()
@@ -167,25 +169,27 @@ def test_experts_are_found_where_task_arithmetic_and_its_successors_leave_them(p
 
 def test_what_is_made_of_an_imported_expert_depends_on_data_head_and_finetuning(data, tmp_path) -> None:
     torch.save(OpenClip("glyph-clip", None, seed=5).make_model().state_dict(), tmp_path / "eurosat.pt")
-    given = ["backbone=glyph_clip", f"experts={tmp_path}", "joint=false"]
+    overrides_of_run = ["backbone=glyph_clip", f"experts={tmp_path}", "joint=false"]
 
     def fisher(*more: str) -> str:
-        return declare_side_input(context(data, tmp_path / "store", *given, *more), "fisher", "eurosat").key
+        return declare_side_input(
+            context(data, tmp_path / "store", *overrides_of_run, *more), "fisher", "eurosat"
+        ).key
 
-    found = [fisher(), fisher("backbone.head=prototype"), fisher("finetuning=linearized")]
+    fishers = [fisher(), fisher("backbone.head=prototype"), fisher("finetuning=linearized")]
     write_parquet(data / "eurosat" / "data" / "train-00000-of-00002.parquet", pictures(10, 10, 7))
-    found.append(fisher())
-    assert len(set(found)) == 4
-    assert fisher() == found[-1]
+    fishers.append(fisher())
+    assert len(set(fishers)) == 4
+    assert fisher() == fishers[-1]
 
 
 def _cached(cache: Path, kind: str, repo: str) -> Path:
     """The folder of a repository's snapshot in the hub's cache, as its client lays it out."""
-    place = cache / f"{kind}--{repo.replace('/', '--')}"
-    (place / "refs").mkdir(parents=True)
-    (place / "refs" / "main").write_text("0123abc")
-    (place / "snapshots" / "0123abc").mkdir(parents=True)
-    return place / "snapshots" / "0123abc"
+    repo_folder = cache / f"{kind}--{repo.replace('/', '--')}"
+    (repo_folder / "refs").mkdir(parents=True)
+    (repo_folder / "refs" / "main").write_text("0123abc")
+    (repo_folder / "snapshots" / "0123abc").mkdir(parents=True)
+    return repo_folder / "snapshots" / "0123abc"
 
 
 def test_what_the_hubs_cache_holds_is_used_without_a_network(data, tmp_path, monkeypatch) -> None:
@@ -209,9 +213,9 @@ def test_what_the_hubs_cache_holds_is_used_without_a_network(data, tmp_path, mon
     save_file(vision, expert / "model.safetensors")
     assert list_missing(cfg) == ([], [])
     start(cfg, tmp_path / "run", choices, [])
-    found = load_file(next((tmp_path / "store").glob("experts/*/model.safetensors")))
-    assert torch.equal(found["visual.conv1.weight"], state["visual.conv1.weight"])
-    assert not torch.equal(found["visual.proj"], state["visual.proj"])  # the backbone's
+    stored = load_file(next((tmp_path / "store").glob("experts/*/model.safetensors")))
+    assert torch.equal(stored["visual.conv1.weight"], state["visual.conv1.weight"])
+    assert not torch.equal(stored["visual.proj"], state["visual.proj"])  # the backbone's
 
 
 def test_weights_are_known_to_be_cached_by_their_true_names(tmp_path, monkeypatch) -> None:
@@ -281,8 +285,10 @@ def test_a_test_image_that_cannot_be_decoded_is_told_of_before_training(data, tm
     rows = pictures(3, 10, 1)
     rows[2] = (rows[2][0][:60], 2)  # its header can be read
     write_parquet(data / "eurosat" / "data" / "test-00000-of-00002.parquet", rows)
-    given = overrides(data, tmp_path / "store", "backbone=glyph_clip", "joint=false", "training.steps=2")
-    cfg, choices = composed([*given, "training.warmup_steps=0", "training.batch_size=4"])
+    overrides_of_run = overrides(
+        data, tmp_path / "store", "backbone=glyph_clip", "joint=false", "training.steps=2"
+    )
+    cfg, choices = composed([*overrides_of_run, "training.warmup_steps=0", "training.batch_size=4"])
     with pytest.raises(InputError, match=r"test-00000-of-00002.parquet, row 2 cannot"):
         start(cfg, tmp_path / "run", choices, [])
     assert not (tmp_path / "store" / "experts").exists()
@@ -293,8 +299,8 @@ def test_the_check_prints_sizes_and_ends_with_an_error_for_corrupt_images(data, 
     start(cfg, tmp_path / "run", choices, [])
     printed = capsys.readouterr().out
     assert "(published: 2700) DIFFERS, 6" in printed
-    found = json.loads((tmp_path / "run" / "data_check.json").read_text())
-    assert found[0]["parts"]["train"]["images"] == 18
+    checks = json.loads((tmp_path / "run" / "data_check.json").read_text())
+    assert checks[0]["parts"]["train"]["images"] == 18
     rows = pictures(6, 10, 1)
     rows[1] = (b"no image", 1)
     write_parquet(data / "eurosat" / "data" / "test-00000-of-00002.parquet", rows)
@@ -343,20 +349,20 @@ runpy.run_module("mergekit_lab", run_name="__main__", alter_sys=True)
 
 
 def test_without_a_network_a_run_says_within_seconds_what_is_missing(tmp_path) -> None:
-    said = without_a_network("vit_b32_saft", tmp_path)
-    assert "9 missing" in said
-    assert "HF_HUB_OFFLINE" in said
-    assert "cars: data set tanganke/stanford_cars" in said
-    assert "weights 'openai' of ViT-B-32-quickgelu" in said
-    assert "stage=fetch fetch_to=FOLDER" in said
-    assert "+experiment=quickstart" in said
+    message = without_a_network("vit_b32_saft", tmp_path)
+    assert "9 missing" in message
+    assert "HF_HUB_OFFLINE" in message
+    assert "cars: data set tanganke/stanford_cars" in message
+    assert "weights 'openai' of ViT-B-32-quickgelu" in message
+    assert "stage=fetch fetch_to=FOLDER" in message
+    assert "+experiment=quickstart" in message
     assert not (tmp_path / ".cache" / "mergekit_lab").exists()
 
 
 def test_without_a_network_a_sweep_says_it_once_for_all_jobs_before_the_first(tmp_path) -> None:
-    said = without_a_network("epimer_table6", tmp_path)
-    assert said.count("35 missing") == 1  # data, and weights and experts of three
-    assert said.count("+experiment=quickstart") == 1
+    message = without_a_network("epimer_table6", tmp_path)
+    assert message.count("35 missing") == 1  # data, and weights and experts of three
+    assert message.count("+experiment=quickstart") == 1
     assert not (tmp_path / "run").exists()
 
 

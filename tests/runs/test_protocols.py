@@ -114,33 +114,33 @@ def put(cfg: dict[str, Any], key: str, value: Any) -> None:
 
 def look(cfg: dict[str, Any], key: str) -> Any:
     """A value by its key; None where there is none."""
-    found: Any = cfg
+    setting: Any = cfg
     for name in key.split("."):
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
+        setting = setting.get(name) if isinstance(setting, dict) else None
+    return setting
 
 
 def protocol(name: str, cfg: dict[str, Any]) -> dict[str, str]:
     """What the table says of a job: values by key; heads have several."""
-    said = {}
+    lines = {}
     for line in read_protocols():
         if line.is_of(name) and all(holds(cfg, *pair.split("=", 1)) for pair in line.when.split()):
-            said[f"header {line.value}" if line.key == "header" else line.key] = line.value
-    return said
+            lines[f"header {line.value}" if line.key == "header" else line.key] = line.value
+    return lines
 
 
 def holds(cfg: dict[str, Any], key: str, value: str) -> bool:
     if key.startswith("header"):
         return value in cfg["head"]
     if key.startswith("sweep."):  # whose keys hold each other: merger and merger.rank
-        found = cfg["sweep"].get(key.removeprefix("sweep.").replace(".", "/"))
+        setting = cfg["sweep"].get(key.removeprefix("sweep.").replace(".", "/"))
     else:
-        found = look(cfg, key)
+        setting = look(cfg, key)
     if key == "suite.tasks":
-        return "+".join(sorted(found)) == value
-    if isinstance(found, list) and found and isinstance(found[0], list):
-        return str(found).replace("'", "").replace(" ", "") == value
-    return any(is_equal(found, each) for each in value.split("|"))
+        return "+".join(sorted(setting)) == value
+    if isinstance(setting, list) and setting and isinstance(setting[0], list):
+        return str(setting).replace("'", "").replace(" ", "") == value
+    return any(is_equal(setting, each) for each in value.split("|"))
 
 
 def mismatches(name: str, cfg: dict[str, Any]) -> set[str]:
@@ -178,7 +178,7 @@ def unmarked(name: str, files: Callable[[str], str]) -> set[str]:
             if base != "_self_":
                 yield from read_option(group, base)
 
-    found = set()
+    keys = set()
     for line in lines.values():
         group, _, key = line.key.partition(".")
         if not line.is_ours or (group != "training" and line.key not in MARKED):
@@ -189,10 +189,10 @@ def unmarked(name: str, files: Callable[[str], str]) -> set[str]:
             *read_option(group, asked.get(f"choice.{group}", choice[group])),
         ]
         pattern = re.compile(rf"^ *{key}:.*$", re.M)
-        said = next((match[0] for text in texts if (match := pattern.search(text))), "")
-        if "ours" not in said.partition("#")[2]:
-            found.add(line.key)
-    return found
+        setting = next((match[0] for text in texts if (match := pattern.search(text))), "")
+        if "ours" not in setting.partition("#")[2]:
+            keys.add(line.key)
+    return keys
 
 
 def read_file(name: str) -> str:

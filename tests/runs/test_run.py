@@ -66,7 +66,7 @@ def test_it_leaves_a_table_records_figures_and_a_page(finished) -> None:
 
 
 def test_no_token_of_the_environment_is_in_what_a_run_writes(finished) -> None:
-    written = [file for place in finished for file in place.rglob("*") if file.is_file()]
+    written = [file for folder in finished for file in folder.rglob("*") if file.is_file()]
     assert {"records.jsonl", "manifest.json", "report.html", "metrics.csv"} <= {file.name for file in written}
     for token in TOKENS.values():
         assert [file for file in written if token.encode() in file.read_bytes()] == []
@@ -256,8 +256,8 @@ def test_a_comparison_of_runs_that_all_failed_says_so_of_each_and_fails(tmp_path
         (tmp_path / "sweep" / job / "failure.json").write_text(json.dumps({"error": f"lost {job}"}))
     with pytest.raises(InputError, match=r"runs=.*summary\.md"):
         go(tmp_path / "out", tmp_path / "none", "stage=report", f"runs={tmp_path}/sweep")
-    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert [line.partition("sweep/")[2] for line in told] == ["0: lost 0", "1: lost 1"]
+    messages = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert [line.partition("sweep/")[2] for line in messages] == ["0: lost 0", "1: lost 1"]
     assert "lost 1" in (tmp_path / "out" / "report.html").read_text()
     with pytest.raises(InputError, match="has a result"):
         go(tmp_path / "out", tmp_path / "none", "stage=report", f"runs={tmp_path}/sweep/0")

@@ -36,8 +36,8 @@ def put(folder: Path, *overrides: str, run_of=TINY, task: str = "digits", state=
     cfg, choices = composed([*run_of, f"store.root={folder}/store", *overrides])
     content = declare_expert(Run(cfg, folder, choices), task).content
 
-    def make(place):
-        write_tensors(place.out / "model.safetensors", state or {"w": torch.zeros(2)})
+    def make(workspace):
+        write_tensors(workspace.out / "model.safetensors", state or {"w": torch.zeros(2)})
         return {"val_accuracy": 0.5}
 
     Store(folder / "store").obtain("experts", content, make)
@@ -82,7 +82,7 @@ def test_what_a_run_wants_is_kept_or_taken_and_nothing_goes_without_confirmation
     (wanted,) = keys(folder)
     other = make_key({"task": "other"})
     for kind in ("experts", "images"):
-        Store(folder / "store").obtain(kind, {"task": "other"}, lambda place: {})
+        Store(folder / "store").obtain(kind, {"task": "other"}, lambda workspace: {})
     with caplog.at_level(logging.INFO, "mergekit_lab"):
         command(folder, "store.action=prune")
     assert "set store.confirm=true" in caplog.text
@@ -114,9 +114,13 @@ def test_damage_is_found_and_a_sound_store_is_said_to_be_so(folder, caplog) -> N
 def test_what_is_not_sound_is_removed_when_that_is_confirmed_and_nothing_else(folder, caplog) -> None:
     store = Store(folder / "store")
     (sound,) = keys(folder)
-    flipped, unread, other = (store.obtain(kind, {"n": kind}, lambda place: write_tensors(
-        place.out / "w.safetensors", {"w": torch.zeros(2)}) or {}) for kind in ("merged", "fishers", "joint")
-    )  # fmt: skip
+    zeros = {"w": torch.zeros(2)}
+    flipped, unread, other = (
+        store.obtain(
+            kind, {"n": kind}, lambda workspace: write_tensors(workspace.out / "w.safetensors", zeros) or {}
+        )
+        for kind in ("merged", "fishers", "joint")
+    )
     for file in (flipped.folder / "w.safetensors", unread.folder / "manifest.json"):
         file.write_bytes(b"\0" * file.stat().st_size)
     (store.root / "experts" / ("0" * 24)).mkdir()
@@ -144,10 +148,10 @@ def test_what_was_cut_in_the_making_is_listed_and_pruned_by_age_unless_somebody_
     store = Store(folder / "store")
     left = store.root / "work/experts" / make_key({"n": 1})
 
-    def cut(place) -> dict:
-        (place.resume / "last.ckpt").write_text("step 7")
+    def cut(workspace) -> dict:
+        (workspace.resume / "last.ckpt").write_text("step 7")
         command(folder, "store.action=prune", "store.confirm=true")
-        assert (place.resume / "last.ckpt").exists()
+        assert (workspace.resume / "last.ckpt").exists()
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -164,7 +168,7 @@ def test_what_was_cut_in_the_making_is_listed_and_pruned_by_age_unless_somebody_
 
 
 def test_a_list_holds_nothing_that_a_terminal_would_obey(folder, caplog) -> None:
-    Store(folder / "store").obtain("experts", {"task": "digits\x1b[2J"}, lambda place: {})
+    Store(folder / "store").obtain("experts", {"task": "digits\x1b[2J"}, lambda workspace: {})
     with caplog.at_level(logging.INFO, "mergekit_lab"):
         command(folder, "store.action=list", "store.kind=experts")
     assert "digits[2J" in caplog.text
@@ -186,9 +190,11 @@ def test_what_cannot_be_exported_or_imported_says_why(folder, overrides, match: 
     (folder / "full/file").write_text("")
     (key,) = keys(folder)
     names = {"OUT": str(folder / "out"), "FULL": str(folder / "full"), "KEY": key}
-    given = [o.partition("=")[0] + "=" + names.get(o.partition("=")[2], o.partition("=")[2]) for o in overrides]
+    arguments = [
+        o.partition("=")[0] + "=" + names.get(o.partition("=")[2], o.partition("=")[2]) for o in overrides
+    ]
     with pytest.raises(InputError, match=match):
-        command(folder, *given)
+        command(folder, *arguments)
 
 
 def test_an_export_that_is_cut_leaves_nothing_and_the_same_command_makes_it_whole(folder, monkeypatch) -> None:
@@ -227,7 +233,7 @@ def test_an_exported_expert_of_a_language_model_loads_by_from_pretrained(tmp_pat
     assert json.loads((tmp_path / "out/manifest.json").read_text())["content"] == content
 
     measured = {"model": make_key(content), "task": "stories", "part": "test"}
-    Store(tmp_path / "store").obtain("evaluations", measured, lambda place: {"metrics": {"accuracy": 0.25}})
+    Store(tmp_path / "store").obtain("evaluations", measured, lambda workspace: {"metrics": {"accuracy": 0.25}})
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     with serving(tmp_path / "hub", tmp_path / "cache", monkeypatch):
         command(tmp_path, *asked, f"store.path={tmp_path}/pushed", "store.push_to=me/stories", run_of=language)

@@ -73,7 +73,7 @@ def test_what_yaml_writes_another_way_is_taken() -> None:
 
 @pytest.mark.parametrize("number", ["1e308", "-1e39", ".inf", ".nan", "1" + 40 * "0"])
 @pytest.mark.parametrize(
-    ("place", "name"),
+    ("override", "name"),
     [
         ("group: {{share: {}}}", "group.share"),
         ("group: {{pair: [0, {}]}}", "group.pair"),
@@ -85,9 +85,9 @@ def test_what_yaml_writes_another_way_is_taken() -> None:
         ),
     ],
 )
-def test_a_number_that_float32_does_not_hold_is_refused(place: str, name: str, number: str) -> None:
+def test_a_number_that_float32_does_not_hold_is_refused(override: str, name: str, number: str) -> None:
     with pytest.raises(InputError, match=f"{name} is .*; it must be finite"):
-        checked(place.format(number))
+        checked(override.format(number))
 
 
 @pytest.fixture

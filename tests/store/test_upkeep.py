@@ -178,12 +178,12 @@ def test_a_damaged_checkpoint_is_named_when_it_is_read_and_by_verify(tmp_path, d
     store = Store(tmp_path)
     made = store.obtain("experts", CONTENT, weights())
     damage(made.folder / "model.safetensors")
-    found = store.find("experts", CONTENT)
+    artifact = store.find("experts", CONTENT)
     with pytest.raises(InputError, match=rf"stored experts {made.key} .*model.safetensors.*delete the folder"):
-        found.find_file("model.safetensors")
-    (found,) = find_damages(store.list_artifacts())
-    assert found.folder == made.folder
-    assert made.key in found.message
+        artifact.find_file("model.safetensors")
+    (artifact,) = find_damages(store.list_artifacts())
+    assert artifact.folder == made.folder
+    assert made.key in artifact.message
     shutil.rmtree(made.folder)
     again = store.obtain("experts", CONTENT, weights())
     assert again.files == made.files
@@ -193,8 +193,8 @@ def test_a_manifest_of_another_artifact_is_named_by_whoever_reads_it(tmp_path) -
     store = Store(tmp_path)
     made, other = (store.obtain("experts", CONTENT | {"seed": seed}, weights()) for seed in (0, 1))
     shutil.copyfile(other.folder / "manifest.json", made.folder / "manifest.json")
-    (found,) = find_damages(store.list_artifacts())
-    assert f"{made.key} has the manifest of another artifact" in found.message
+    (damage,) = find_damages(store.list_artifacts())
+    assert f"{made.key} has the manifest of another artifact" in damage.message
     with pytest.raises(InputError, match=f"{made.key} has a damaged manifest .*another artifact's"):
         store.find("experts", CONTENT | {"seed": 0})
 
@@ -208,8 +208,8 @@ def test_a_flipped_digit_of_what_an_evaluation_found_is_named(tmp_path) -> None:
     manifest.write_text(manifest.read_text().replace("0.9125", "0.1125"))
     with pytest.raises(InputError, match=f"{made.key} has a damaged manifest .*not as it was published"):
         store.find("evaluations", CONTENT)
-    (found,) = find_damages(find_unreadable(store))
-    assert found.folder == made.folder
+    (damage,) = find_damages(find_unreadable(store))
+    assert damage.folder == made.folder
 
 
 def test_a_link_to_nowhere_in_an_artifact_s_place_is_replaced(tmp_path) -> None:
@@ -237,8 +237,8 @@ def test_the_nearest_artifact_and_its_first_difference_say_why_nothing_was_found
     near = store.obtain("experts", CONTENT, weights())
     store.obtain("experts", CONTENT | {"task": "mnist", "seed": 4}, weights())
     wanted = CONTENT | {"training": {"lr": 2e-4, "steps": 9}}
-    found, parts = find_nearest(store, "experts", wanted)
-    assert found.key == near.key
+    nearest, parts = find_nearest(store, "experts", wanted)
+    assert nearest.key == near.key
     assert [(d.path, d.wanted, d.stored) for d in parts] == [("training.lr", 2e-4, 1e-4)]
     assert find_nearest(store, "merged", wanted) is None
     assert list_differences({"a": 1}, {"a": 1, "b": 2})[0].path == "b"
@@ -503,7 +503,7 @@ def test_what_is_imported_runs_no_code_and_leaves_its_folder_by_no_name(tmp_path
         (folder / "manifest.json").write_text(json.dumps(changed))
         with pytest.raises(InputError, match=match):
             adopt(Store(tmp_path / "two"), folder)
-    old = {name: said for name, said in manifest.items() if name != "digest"}
+    old = {name: value for name, value in manifest.items() if name != "digest"}
     (folder / "manifest.json").write_text(json.dumps(old | {"files": {"model.safetensors": "0" * 64}}))
     with pytest.raises(InputError, match="is damaged"):
         adopt(Store(tmp_path / "two"), folder)

@@ -68,8 +68,8 @@ def test_a_picture_beyond_pillows_limit_is_named_and_counted(tmp_path: Path, mon
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 9000)
     with pytest.raises(InputError, match=r"\(test-1.parquet,.*0\)"):
         published("eurosat", tmp_path).load_samples("test")
-    found = check_task(published("eurosat", tmp_path))
-    assert found.wrong == ["eurosat: 1 images of test cannot be decoded"]
+    check = check_task(published("eurosat", tmp_path))
+    assert check.wrong == ["eurosat: 1 images of test cannot be decoded"]
 
 
 @pytest.mark.parametrize("pixels", ["7 7 seven 7", "7 7 7", "7 7 7 300", ""])
@@ -132,19 +132,19 @@ def test_a_label_that_numbers_no_class_is_named_by_its_row(label, kind, tmp_path
     table = pa.table({"image": images, "label": pa.array([*range(10), label], kind)})
     for part in ("train", "test"):
         pq.write_table(table, tmp_path / f"{part}-0.parquet")
-    assert all("train-0.parquet, row 10 has the label" in told for told in refusals("eurosat", tmp_path))
+    assert all("train-0.parquet, row 10 has the label" in message for message in refusals("eurosat", tmp_path))
 
 
 def test_a_name_that_is_missing_among_names_is_named_by_its_row(tmp_path: Path) -> None:
     for part in ("train", "test"):
         write_parquet(tmp_path / f"{part}-0.parquet", [*((b"", "forest") for _ in range(3)), (b"", None)])
-    assert all("row 3 has the label None" in told for told in refusals("eurosat", tmp_path))
+    assert all("row 3 has the label None" in message for message in refusals("eurosat", tmp_path))
 
 
 def test_a_column_of_pictures_as_texts_is_refused(tmp_path: Path) -> None:
     for part in ("train", "test"):
         write_parquet(tmp_path / f"{part}-0.parquet", [("text", n) for n in range(10)])
-    assert all("expected the bytes of images" in told for told in refusals("eurosat", tmp_path))
+    assert all("expected the bytes of images" in message for message in refusals("eurosat", tmp_path))
 
 
 def add_to_tar(file: Path, **members: bytes | tarfile.TarInfo) -> None:
@@ -166,15 +166,15 @@ def test_a_member_that_is_no_file_is_named(kind: bytes, ending: str, tmp_path: P
     member.type, member.linkname = kind, f"odd.{ending}"
     for part in ("train", "test"):
         add_to_tar(tmp_path / part / "0.tar", **{"cls": b"1", "png": encoded(3), ending: member})
-    told = refusals("eurosat", tmp_path)
-    assert all(f"train/0.tar: odd.{ending} must be a plain file" in line for line in told)
+    messages = refusals("eurosat", tmp_path)
+    assert all(f"train/0.tar: odd.{ending} must be a plain file" in line for line in messages)
 
 
 @pytest.mark.parametrize("label", [b"9" * 30, b"", b"forest", b"1e0"])
 def test_a_label_file_that_holds_no_class_number_is_named(label: bytes, tmp_path: Path) -> None:
     for part in ("train", "test"):
         add_to_tar(tmp_path / part / "0.tar", cls=label, png=encoded(3))
-    assert all("train/0.tar: the label odd.cls is" in told for told in refusals("eurosat", tmp_path))
+    assert all("train/0.tar: the label odd.cls is" in message for message in refusals("eurosat", tmp_path))
 
 
 def test_a_compressed_archive_is_refused_and_not_taken_for_pictures(tmp_path: Path) -> None:
@@ -182,11 +182,11 @@ def test_a_compressed_archive_is_refused_and_not_taken_for_pictures(tmp_path: Pa
         (tmp_path / part).mkdir()
         with tarfile.open(tmp_path / part / "0.tar", "w:gz"):
             pass
-    assert all("0.tar is not a readable" in told for told in refusals("eurosat", tmp_path))
+    assert all("0.tar is not a readable" in message for message in refusals("eurosat", tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "fragment"),
     [
         (",,", "line 16: the usage is ''"),
         ("1", "line 16: the usage is None"),
@@ -194,14 +194,14 @@ def test_a_compressed_archive_is_refused_and_not_taken_for_pictures(tmp_path: Pa
         (f"1{'0' * 30},{GREY},Training", "line 16: the emotion is '1000"),
     ],
 )
-def test_a_row_of_fer2013_that_is_none_is_named(line: str, told: str, tmp_path: Path) -> None:
+def test_a_row_of_fer2013_that_is_none_is_named(line: str, fragment: str, tmp_path: Path) -> None:
     write_fer2013(tmp_path, line)
-    assert all(told in said for said in refusals("fer2013", tmp_path))
+    assert all(fragment in message for message in refusals("fer2013", tmp_path))
 
 
 def test_an_empty_file_of_fer2013_is_refused(tmp_path: Path) -> None:
     (tmp_path / "fer2013.csv").touch()
-    assert all("fer2013.csv has no column" in told for told in refusals("fer2013", tmp_path))
+    assert all("fer2013.csv has no column" in message for message in refusals("fer2013", tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["loop", "broken link", "pipe"])
@@ -213,7 +213,7 @@ def test_what_stands_among_pictures_and_is_no_file_is_named(kind: str, tmp_path:
         os.mkfifo(odd)
     else:
         odd.symlink_to("odd.png" if kind == "loop" else "nothing.png")
-    assert all("train/forest/odd.png" in told for told in refusals("eurosat", tmp_path))
+    assert all("train/forest/odd.png" in message for message in refusals("eurosat", tmp_path))
 
 
 def test_links_between_folders_that_lead_in_a_circle_are_not_followed(tmp_path: Path) -> None:
@@ -227,11 +227,13 @@ def test_links_between_folders_that_lead_in_a_circle_are_not_followed(tmp_path: 
 def test_a_pipe_by_the_name_of_a_table_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     for part in ("train", "test"):
         os.mkfifo(tmp_path / f"{part}-0.parquet")
-    assert all("train-0.parquet" in told for told in refusals("eurosat", tmp_path))
+    assert all("train-0.parquet" in message for message in refusals("eurosat", tmp_path))
 
 
 def test_a_single_row_of_pixels_is_no_picture(tmp_path: Path) -> None:
     """Resized as others are, it would take gigabytes."""
     for seed, part in enumerate(("train", "test")):
         write_parquet(tmp_path / f"{part}-0.parquet", [*pictures(10, 10, seed), (encoded(5, 5000, 1), 0)])
-    assert all("row 10" in told or "cannot be decoded" in told for told in refusals("eurosat", tmp_path))
+    assert all(
+        "row 10" in message or "cannot be decoded" in message for message in refusals("eurosat", tmp_path)
+    )

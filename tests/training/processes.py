@@ -105,22 +105,22 @@ def both(folder: str, models: str) -> None:
     import os
 
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in OPTIMIZERS:
         seen: list[float] = []
         done = train(name, Path(folder, "ddp", name), seen, strategy="ddp", devices=2)
-        found[f"ddp {name}"] = {"seen": seen, "done": done}
-    found["clock"] = train_by_a_clock_of_its_own(Path(folder, "clock"), int(os.environ["RANK"]))
+        results[f"ddp {name}"] = {"seen": seen, "done": done}
+    results["clock"] = train_by_a_clock_of_its_own(Path(folder, "clock"), int(os.environ["RANK"]))
     for name in SHARDED:
-        found[f"fsdp {name}"] = {"done": train(name, Path(folder, "fsdp", name), strategy="fsdp", devices=2)}
+        results[f"fsdp {name}"] = {"done": train(name, Path(folder, "fsdp", name), strategy="fsdp", devices=2)}
     for name in RESUMED:
-        place = Path(folder, "fsdp", f"{name} cut")
-        train(name, place, cut=5, strategy="fsdp", devices=2)
-        found[f"fsdp {name} resumed"] = {"done": train(name, place, strategy="fsdp", devices=2)}
+        folder_of_run = Path(folder, "fsdp", f"{name} cut")
+        train(name, folder_of_run, cut=5, strategy="fsdp", devices=2)
+        results[f"fsdp {name} resumed"] = {"done": train(name, folder_of_run, strategy="fsdp", devices=2)}
     for strategy in ("ddp", "fsdp"):
         for kind in LANGUAGE:
-            place = Path(folder, strategy, kind)
-            found[f"{strategy} {kind}"] = train_language(
-                kind, Path(models), place, strategy=strategy, devices=2
+            folder_of_run = Path(folder, strategy, kind)
+            results[f"{strategy} {kind}"] = train_language(
+                kind, Path(models), folder_of_run, strategy=strategy, devices=2
             )
-    torch.save(found, Path(folder, f"{os.environ['RANK']}.pt"))
+    torch.save(results, Path(folder, f"{os.environ['RANK']}.pt"))

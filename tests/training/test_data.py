@@ -63,14 +63,14 @@ class Sized(ImageObjective):
         return self.known
 
 
-def places(batches: StepBatches) -> list[torch.Tensor]:
+def collect_indices(batches: StepBatches) -> list[torch.Tensor]:
     return [batches.choose(step)["a"] for step in range(batches.steps)]
 
 
 def test_samples_of_about_one_length_share_a_batch_and_every_pass_still_shows_all() -> None:
     objective = Sized(TinyTask(size=403), HEAD)
     grouped = StepBatches({"a": objective}, batch_size=4, steps=202, seed=0)
-    seen = places(grouped)
+    seen = collect_indices(grouped)
     spread = [int(Sized.known[i].max() - Sized.known[i].min()) for i in seen[:100]]
     assert sum(spread) / 100 < 5
     assert len(torch.cat(seen)[:403].unique()) == 403
@@ -86,7 +86,7 @@ class Short(Sized):
 def test_a_part_smaller_than_a_batch_is_gone_through_again_and_again() -> None:
     for kind in (Short, ImageObjective):
         seen = torch.cat(
-            places(StepBatches({"a": kind(TinyTask(size=3), HEAD)}, batch_size=4, steps=3, seed=0))
+            collect_indices(StepBatches({"a": kind(TinyTask(size=3), HEAD)}, batch_size=4, steps=3, seed=0))
         )
         assert [passed.sort().values.tolist() for passed in seen.split(3)] == [[0, 1, 2]] * 4
 
@@ -105,7 +105,7 @@ def test_nothing_to_train_on_is_refused() -> None:
 
 def test_grouped_batches_too_are_a_function_of_seed_and_step_and_shared_without_overlap() -> None:
     objective = {"a": Sized(TinyTask(size=403), HEAD)}
-    whole = places(StepBatches(objective, 4, 130, seed=2))
+    whole = collect_indices(StepBatches(objective, 4, 130, seed=2))
     assert torch.equal(StepBatches(objective, 4, 130, seed=2, start=120).choose(125)["a"], whole[125])
     parts = [StepBatches(objective, 4, 130, seed=2, rank=r, world=2).choose(125)["a"] for r in range(2)]
     assert torch.equal(torch.stack(parts, dim=1).flatten(), whole[125])

@@ -28,8 +28,8 @@ def ranks(tmp_path_factory) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(distributed.WORLD)]
 
 
-def assert_ranks_agree(found: list[dict[str, Any]]) -> None:
-    for one, other in zip(found[0]["after"], found[1]["after"], strict=True):
+def assert_ranks_agree(results: list[dict[str, Any]]) -> None:
+    for one, other in zip(results[0]["after"], results[1]["after"], strict=True):
         assert_equal_bits(other, one)
 
 
@@ -42,19 +42,19 @@ def alone(make: Any, problem: Problem) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_data_parallel_ranks_agree_after_every_step_and_equal_one_process(ranks, name) -> None:
-    found = [rank["parallel"][name] for rank in ranks]
-    assert_ranks_agree(found)
-    for one, other in zip(found[0]["seen"], found[1]["seen"], strict=True):
+    results = [rank["parallel"][name] for rank in ranks]
+    assert_ranks_agree(results)
+    for one, other in zip(results[0]["seen"], results[1]["seen"], strict=True):
         assert_equal_bits(other, one)
-    assert_close(found[0]["after"][-1], train(OPTIMIZERS[name], "adamw", distributed.STEPS), 1e-9)
+    assert_close(results[0]["after"][-1], train(OPTIMIZERS[name], "adamw", distributed.STEPS), 1e-9)
 
 
 @pytest.mark.parametrize("name", distributed.LOCAL_ASCENT)
 def test_a_local_ascent_goes_up_each_rank_s_own_gradient_and_ranks_agree_after_it(ranks, name) -> None:
-    found = [rank["local ascent"][name] for rank in ranks]
-    assert_ranks_agree(found)
-    assert_equal_bits(found[0]["seen"][0], found[1]["seen"][0])
-    assert_differ(found[0]["seen"][1], found[1]["seen"][1])
+    results = [rank["local ascent"][name] for rank in ranks]
+    assert_ranks_agree(results)
+    assert_equal_bits(results[0]["seen"][0], results[1]["seen"][0])
+    assert_differ(results[0]["seen"][1], results[1]["seen"][1])
 
 
 def test_a_local_ascent_equals_one_written_out(ranks) -> None:
@@ -84,16 +84,16 @@ def test_a_local_ascent_without_the_model_is_refused(ranks) -> None:
 
 @pytest.mark.parametrize("name", distributed.PER_RANK)
 def test_an_offset_per_rank_differs_between_ranks_that_agree_after_every_step(ranks, name) -> None:
-    found = [rank["per rank"][name] for rank in ranks]
-    assert_ranks_agree(found)
-    assert_differ(found[0]["seen"][0], found[1]["seen"][0])
+    results = [rank["per rank"][name] for rank in ranks]
+    assert_ranks_agree(results)
+    assert_differ(results[0]["seen"][0], results[1]["seen"][0])
 
 
 @pytest.mark.parametrize("name", distributed.SHARDED)
 def test_sharded_parameters_give_the_weights_of_whole_ones(ranks, name) -> None:
-    found = [rank["sharded"][name] for rank in ranks]
-    assert_ranks_agree(found)
-    assert_close(found[0]["after"][-1], alone(OPTIMIZERS[name], distributed.flat_problem()), 1e-9)
+    results = [rank["sharded"][name] for rank in ranks]
+    assert_ranks_agree(results)
+    assert_close(results[0]["after"][-1], alone(OPTIMIZERS[name], distributed.flat_problem()), 1e-9)
 
 
 def test_sharded_parameters_without_a_closure_too(ranks) -> None:

@@ -128,12 +128,12 @@ def test_no_step_asks_for_a_trace_of_the_stack(tmp_path, head, monkeypatch) -> N
     asked: list[int] = []
     original = traceback.extract_stack
     monkeypatch.setattr(traceback, "extract_stack", lambda *a, **k: (asked.append(1), original(*a, **k))[1])
-    found = []
+    counts = []
     for steps in (4, 12):
         asked.clear()
         run(tmp_path / str(steps), head, settings=replace(SETTINGS, steps=steps))
-        found.append(len(asked))
-    assert found[0] == found[1]
+        counts.append(len(asked))
+    assert counts[0] == counts[1]
 
 
 def test_a_quarter_of_the_batch_serves_the_ascent(tmp_path, head) -> None:

@@ -138,16 +138,14 @@ def test_resumed_from_a_checkpoint_equals_uninterrupted(trained, tmp_path) -> No
 
 @every_optimizer
 def test_accumulated_micro_batches_share_one_offset(make, tmp_path) -> None:
-    found = with_transformers(make, tmp_path, batch=6, gradient_accumulation_steps=2)
-    assert_close(found.weights(), plain(make).weights(), 1e-4)
+    trained = with_transformers(make, tmp_path, batch=6, gradient_accumulation_steps=2)
+    assert_close(trained.weights(), plain(make).weights(), 1e-4)
 
 
 def test_the_offset_of_a_step_is_drawn_once(tmp_path, monkeypatch) -> None:
     drawn = []
     offset = MergOPT.add_offset
-    monkeypatch.setattr(
-        MergOPT, "add_offset", lambda *given: drawn.append(given[0].steps_done) or offset(*given)
-    )
+    monkeypatch.setattr(MergOPT, "add_offset", lambda *args: drawn.append(args[0].steps_done) or offset(*args))
     with_transformers(ONE_EVALUATION["mergopt"], tmp_path)
     assert drawn == list(range(STEPS))
 

@@ -74,5 +74,5 @@ def test_rows_of_a_few_lengths_have_the_loss_and_gradient_of_rows_as_they_are(tm
         torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
     assert {16, 24, 32, 48, 64, 96}.issuperset(number for shape in shapes for number in shape)
     assert {shape[0] for shape in shapes} == {round_up(length) for length in lengths}
-    tokens, places = objective.padded
-    assert 0.5 < tokens / places < 1
+    tokens, entries = objective.padded
+    assert 0.5 < tokens / entries < 1

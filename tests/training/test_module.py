@@ -74,13 +74,13 @@ def test_every_optimizer_trains_every_parametrization_for_two_steps(kind, tmp_pa
 def test_micro_batches_give_every_optimizer_the_gradients_of_the_whole_batch(name, tmp_path, head) -> None:
     """In float64: ascents, offsets, clipping and recorded losses too."""
     common = {"steps": 4, "batch_size": 12, "lr": 1e-2, "weight_decay": 0.1, "validations": 1, "keep": "last"}
-    found = {}
+    fits = {}
     for parts in (1, 5):
         settings = TrainingSettings(**common, precision="64-true", accumulate=parts, clip_norm=0.1)
-        found[parts] = run(tmp_path / str(parts), head, Attentive().double(), OPTIMIZERS[name], settings)
-    for key, value in found[1].state.items():
-        torch.testing.assert_close(found[5].state[key], value, rtol=1e-9, atol=1e-9)
-    losses = [[p["train_loss"] for p in done.curve if "train_loss" in p] for done in found.values()]
+        fits[parts] = run(tmp_path / str(parts), head, Attentive().double(), OPTIMIZERS[name], settings)
+    for key, value in fits[1].state.items():
+        torch.testing.assert_close(fits[5].state[key], value, rtol=1e-9, atol=1e-9)
+    losses = [[p["train_loss"] for p in done.curve if "train_loss" in p] for done in fits.values()]
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 

@@ -80,11 +80,11 @@ def save_other_weights_there(folder: Path) -> None:
 def change_what_is_inside(file: Path, change) -> None:
     """With checksums that fit, and all else as it was."""
     with ZipFile(file) as archive:
-        inside, said = {entry: archive.read(entry) for entry in archive.infolist()}, archive.comment
+        inside, comment = {entry: archive.read(entry) for entry in archive.infolist()}, archive.comment
     with ZipFile(file, "w") as archive:
         for entry, content in inside.items():
             archive.writestr(entry, change(entry.filename, content))
-        archive.comment = said
+        archive.comment = comment
 
 
 def change_the_weights(folder: Path) -> None:
@@ -168,7 +168,7 @@ def whole_and_cut(tmp_path_factory, head):
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (cut_short, "last.ckpt ("),
         (flip_a_bit_of_the_weights, "in it is damaged"),
@@ -186,15 +186,15 @@ def whole_and_cut(tmp_path_factory, head):
     ],
 )
 def test_what_cannot_be_gone_on_from_is_told_and_the_weights_are_those_of_an_undisturbed_training(
-    tmp_path, head, caplog, whole_and_cut, damage, told: str
+    tmp_path, head, caplog, whole_and_cut, damage, message: str
 ) -> None:
     whole, cut = whole_and_cut
     shutil.copytree(cut, tmp_path / "cut")
     damage(tmp_path / "cut")
     with caplog.at_level(logging.INFO, "mergekit_lab"):
         again = train(next(tmp_path.iterdir()), head, keep="best")
-    assert told in caplog.text
-    assert ("resuming from" in caplog.text) == (not told)
+    assert message in caplog.text
+    assert ("resuming from" in caplog.text) == (not message)
     assert (again.step, again.val_accuracy) == (whole.step, whole.val_accuracy)
     assert all(torch.equal(value, whole.state[name]) for name, value in again.state.items())
 
