@@ -24,11 +24,11 @@ def published(name: str, folder: Path) -> HubImages:
     return build({**node, "source": str(folder), "root": None}, HubImages)
 
 
-def encoded(seed: int, width: int = 40, height: int = 32, kind: str = "PNG") -> bytes:
+def encoded(seed: int, width: int = 40, height: int = 32, picture_format: str = "PNG") -> bytes:
     """A picture of noise; the same for the same arguments."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     out = io.BytesIO()
-    Image.fromarray(pixels).save(out, kind)
+    Image.fromarray(pixels).save(out, picture_format)
     return out.getvalue()
 
 

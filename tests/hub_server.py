@@ -149,8 +149,8 @@ def _digest(file: Path) -> str:
 def serving(root: Path, cache: Path, monkeypatch: Any, full: bool = False) -> Iterator[list[str]]:
     """Serve `root/models/<org>/<name>` and `root/datasets/…` as the hub, with a cache; gives what was asked."""
     asked: list[str] = []
-    kind = type("Handler", (_Handler,), {"root": root, "asked": asked, "full": full})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
+    handler = type("Handler", (_Handler,), {"root": root, "asked": asked, "full": full})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     address = f"http://127.0.0.1:{server.server_port}"

@@ -22,16 +22,16 @@ def test_jobs_that_fail_or_die_are_told_and_the_others_go_on(tmp_path, monkeypat
     pool, done = Pool(["cuda:1", "cuda:0"]), []
     kinds = ["fine", "wrong", "dies once", "broken", "dies", "fine too"]
     try:
-        results = pool.map(work, [(kind, str(tmp_path)) for kind in kinds], lambda n, o: done.append(n))
+        results = pool.map(work, [(job_kind, str(tmp_path)) for job_kind in kinds], lambda n, o: done.append(n))
         again = pool.map(work, [("fine", str(tmp_path))])
     finally:
         pool.close()
     fine, wrong, once, broken, dies, too = results
     assert sorted(done) == list(range(6))
-    for outcome, kind in ((fine, "fine"), (once, "dies once"), (too, "fine too"), (again[0], "fine")):
+    for outcome, job_kind in ((fine, "fine"), (once, "dies once"), (too, "fine too"), (again[0], "fine")):
         assert outcome.error is None
         name, card, threads = outcome.value.rsplit(" ", 2)
-        assert (name, card) == (kind, {"cuda:0": "4", "cuda:1": "7"}[outcome.device])
+        assert (name, card) == (job_kind, {"cuda:0": "4", "cuda:1": "7"}[outcome.device])
         assert int(threads) == max(1, count_cores() // 2)
     assert (wrong.error, wrong.mistake) == ("rho must be positive", True)
     assert (broken.error, broken.mistake) == ("ValueError: a bug", False)

@@ -85,11 +85,11 @@ def _objective(
     task: Noise,
     device: torch.device,
     precision: str,
-    kind: type[ImageObjective] = ImageObjective,
+    objective_class: type[ImageObjective] = ImageObjective,
 ) -> ImageObjective:
     width = backbone.make_model()(torch.zeros(1, 3, task.side, task.side)).shape[1]
     head = torch.randn(CLASSES, width, generator=torch.Generator().manual_seed(0))
-    return kind(task, head, Crops((0.9, 1.0), False, task.side), precision).to(device)
+    return objective_class(task, head, Crops((0.9, 1.0), False, task.side), precision).to(device)
 
 
 def evaluation(backbone: OpenClip, task: Noise, device: torch.device, batch: int) -> dict[str, Any]:
@@ -212,18 +212,18 @@ def training(backbone: OpenClip, task: Noise, steps: int, batch: int, precision:
     for name in ("first time", "second time"):
         batches = StepBatches({"noise": objective}, batch, steps, seed=0)
         begun = time.perf_counter()
-        count = sum(len(labels) for made in batches for _, labels in made.values())
+        count = sum(len(labels) for micro_batches in batches for _, labels in micro_batches.values())
         report[f"reading alone, images a second, {name}"] = round(count / (time.perf_counter() - begun))
-    made = to_device(objective.make_training_batch(torch.arange(batch)), device)
+    training_batch = to_device(objective.make_training_batch(torch.arange(batch)), device)
     crops = []
     for seed in range(10):
         begun = _now()
-        objective.augment(made, seed)
+        objective.augment(training_batch, seed)
         crops.append(_now() - begun)
     report["crop, resize and flip on the device, ms a batch"] = round(1e3 * statistics.median(crops), 2)
-    del made
-    for name, kind in {"one batch again": _Again, "from files": ImageObjective}.items():
-        own = _objective(backbone, task, torch.device("cpu"), "bfloat16", kind)
+    del training_batch
+    for name, objective_class in {"one batch again": _Again, "from files": ImageObjective}.items():
+        own = _objective(backbone, task, torch.device("cpu"), "bfloat16", objective_class)
         cost, timer = TrainingCost(), _Steps()
         settings = TrainingSettings(
             steps=steps, batch_size=batch, lr=1e-5, weight_decay=0.1, precision=precision, validations=1,

@@ -148,9 +148,9 @@ def squares(
 
     def layers(square: Callable[[Tensor, Tensor], Tensor]) -> None:
         for height, width in shapes:
-            square(made[height], made[width])
+            square(activations_of[height], activations_of[width])
 
-    made = {n: torch.randn(args.batch, tokens, n, device=args.device) for n in set(sum(shapes, ()))}
+    activations_of = {n: torch.randn(args.batch, tokens, n, device=args.device) for n in set(sum(shapes, ()))}
     report: dict[str, Any] = {"as written": run(lambda: layers(write))}
     for name, mode in {"compiled": "default", "autotuned": "max-autotune-no-cudagraphs"}.items():
         compiled = torch.compile(write, mode=mode, dynamic=False)

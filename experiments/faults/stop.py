@@ -93,7 +93,7 @@ def try_once(folder: Path, prepared: Path, phase: str, number: signal.Signals, a
         time.sleep(0.01)
     with busy(load):
         time.sleep(after)
-        made = len(list(store.glob(f"{kind}/*")))
+        count = len(list(store.glob(f"{kind}/*")))
         begun = time.monotonic()
         run.send_signal(number)
         code = run.wait()
@@ -103,7 +103,7 @@ def try_once(folder: Path, prepared: Path, phase: str, number: signal.Signals, a
         "signal": number.name,
         "seconds": round(seconds, 2),
         "exit code": code,
-        "made before": made,
+        "made before": count,
         "checkpoint": bool(list(store.glob("work/experts/*/resume/last.ckpt"))),
         "locks left": len(list(store.glob("locks/*"))),
     }

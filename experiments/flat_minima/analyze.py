@@ -89,10 +89,10 @@ def one_seed(cells: Cells, seed: int = 0) -> list[str]:
 PUBLISHED = {"sam rho": ("sam", 0.05), "asam rho": ("asam", 0.5), "mergopt b": ("mergopt 5e-4", 5e-4)}
 
 
-def sensitivity(cells: Cells, kind: str, column: str) -> tuple[list[float], list[float]]:
+def sensitivity(cells: Cells, optimizer: str, column: str) -> tuple[list[float], list[float]]:
     """A hyper-parameter over its published value, and seed 0's accuracy above AdamW's."""
-    own, published = PUBLISHED[kind]
-    arm_by_scale = {1.0: own} | {float(a.split()[-1]) / published: a for a in cells if a.startswith(kind)}
+    own, published = PUBLISHED[optimizer]
+    arm_by_scale = {1.0: own} | {float(a.split()[-1]) / published: a for a in cells if a.startswith(optimizer)}
     base = mean_accuracy(cells["adamw"][0], column)
     scales = sorted(x for x, arm in arm_by_scale.items() if 0 in cells[arm])
     return scales, [mean_accuracy(cells[arm_by_scale[x]][0], column) - base for x in scales]
@@ -133,10 +133,11 @@ def figure(cells: Cells, path: Path) -> None:
     middle.set_xlabel("coefficient of task arithmetic")
     middle.set_ylabel("normalized validation accuracy, %")
     middle.legend(fontsize=8)
-    for kind, (arm, _) in PUBLISHED.items():
+    for optimizer, (arm, _) in PUBLISHED.items():
         for column, line in (("average", "--"), ("task_arithmetic", "-")):
-            right.plot(*sensitivity(cells, kind, column), line, marker="o", markersize=4, color=colors[arm],
-                       label=f"{kind}, {column.replace('_', ' ')}")  # fmt: skip
+            label = f"{optimizer}, {column.replace('_', ' ')}"
+            points = sensitivity(cells, optimizer, column)
+            right.plot(*points, line, marker="o", markersize=4, color=colors[arm], label=label)
     right.axhline(0, color="C0", linewidth=1)
     right.set_xscale("log")
     right.set_ylim(-9, 4)

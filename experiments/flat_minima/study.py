@@ -40,7 +40,7 @@ EQUAL_COST: dict[str, list[str]] = {
     f"{name}, half the steps": [f"optimizer={name}", "training.budget=gradient_evaluations"]
     for name in ("sam", "asam")
 }
-PARAMETRISATIONS: dict[str, list[str]] = {
+PARAMETRIZATIONS: dict[str, list[str]] = {
     f"{optimizer}, {finetuning}": [f"optimizer={optimizer}", f"finetuning={finetuning}"]
     for finetuning in ("attention_linear", "linearized")
     for optimizer in ("adamw", "asam")
@@ -55,11 +55,11 @@ SENSITIVITY: dict[str, list[str]] = {
 def cells() -> list[tuple[str, int]]:
     """What is to be run, the most important first."""
     order = [(arm, seed) for seed in SEEDS for arm in ARMS]
-    for group in (KIN, EQUAL_COST, PARAMETRISATIONS):
+    for group in (KIN, EQUAL_COST, PARAMETRIZATIONS):
         order += [(arm, 0) for arm in group]
     order += [(arm, 0) for arm in SENSITIVITY]
     for seed in SEEDS[1:]:
-        for group in (EQUAL_COST, KIN, PARAMETRISATIONS, SENSITIVITY):
+        for group in (EQUAL_COST, KIN, PARAMETRIZATIONS, SENSITIVITY):
             order += [(arm, seed) for arm in group]
     return order
 
@@ -74,7 +74,7 @@ def overrides(arm: str, seed: int, store: Path, more: list[str]) -> list[str]:
             f"+merger@mergers.{name}_fixed={name}",
             f"mergers.{name}_fixed{inner}.coefficient={FIXED}",
         ]
-    groups = ARMS | KIN | EQUAL_COST | PARAMETRISATIONS | SENSITIVITY
+    groups = ARMS | KIN | EQUAL_COST | PARAMETRIZATIONS | SENSITIVITY
     common = ["suite=glyphs8", "joint=false", "progress=false", f"seed={seed}", f"store.root={store}"]
     return [*common, *groups[arm], *mergers, *more]
 

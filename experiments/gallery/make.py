@@ -33,7 +33,7 @@ SETUP = ["+experiment=quickstart", "joint=false"]
 PAIRS = [["digits", "latin"], ["mnist", "style"]]
 ON_PAIRS = f"analysis.pairs={json.dumps(PAIRS, separators=(',', ':'))}".replace('"', "")
 OPTIMIZERS = {"adamw": "AdamW", "asam": "ASAM (SAFT)", "mergopt": "MergOPT"}
-COLOURS, WIDTH = 128, 900
+COLORS, WIDTH = 128, 900
 BOX = (0.0, 1.0)
 
 Numbers = dict[str, Any]
@@ -80,8 +80,8 @@ class Gallery:
         which = [f"stage=[{before},analyze]"] if before else ["stage=analyze"]
         trained = [] if optimizer == "adamw" else [f"optimizer={optimizer}"]
         small = ["analysis.points=5"] if self.tiny and any("points" in s for s in settings) else []
-        made = self.run(folder, *which, *trained, f"analysis={kind}", *settings, *small)
-        return json.loads((made / f"analysis/{kind}.json").read_text())
+        run_dir = self.run(folder, *which, *trained, f"analysis={kind}", *settings, *small)
+        return json.loads((run_dir / f"analysis/{kind}.json").read_text())
 
     def keep(self, figure: Path, name: str) -> None:
         """A figure among the page's, in few colors and no wider than a page."""
@@ -90,7 +90,7 @@ class Gallery:
             image = image.resize((WIDTH, round(image.height * WIDTH / image.width)), Image.Resampling.LANCZOS)
         images = self.docs / "images/gallery"
         images.mkdir(parents=True, exist_ok=True)
-        few = image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        few = image.quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
         few.save(images / f"{name}.png", optimize=True)
 
     def draw(self, name: str, title: str, panels: Sequence[Panel], **options: Any) -> None:
@@ -140,10 +140,10 @@ def planes(g: Gallery) -> None:
                 g.numbers[f"xi_{key}"] = _inside(xi, alphas)
                 g.numbers[f"loss_{key}"] = _inside(loss, alphas)
                 g.numbers[f"best_{key}"] = min(map(min, loss))
-        kind = "two experts" if not others else "other experts at 0.3"
+        others_fixed = "two experts" if not others else "other experts at 0.3"
         for what, title in (("xi", "Disentanglement error ξ (%)"), ("loss", "Joint loss of two tasks (nats)")):
             panels = [p for pair in zip(drawn[what]["adamw"], drawn[what]["asam"], strict=True) for p in pair]
-            g.draw(f"{what}{suffix}", f"{title}, {kind}", panels, **look)
+            g.draw(f"{what}{suffix}", f"{title}, {others_fixed}", panels, **look)
         if not others:
             losses = drawn["loss"]
             panels = [p for pair in zip(losses["adamw"], losses["mergopt"], strict=True) for p in pair]
@@ -255,10 +255,12 @@ def distribution(g: Gallery) -> None:
     data = g.analyze("distribution")
     own(g, "distribution")
     each = [entry["fits"] for name, entry in data.items() if name != "+sum"]
-    for kind in ("laplace", "gaussian"):
-        g.numbers[f"ks_{kind}"] = mean(fits[kind]["ks_distance"] for fits in each)
-        g.numbers[f"likelihood_{kind}"] = mean(fits[kind]["mean_log_likelihood"] for fits in each)
-        g.numbers[f"ks_sum_{kind}"] = data["+sum"]["fits"][kind]["ks_distance"]
+    for distribution in ("laplace", "gaussian"):
+        g.numbers[f"ks_{distribution}"] = mean(fits[distribution]["ks_distance"] for fits in each)
+        g.numbers[f"likelihood_{distribution}"] = mean(
+            fits[distribution]["mean_log_likelihood"] for fits in each
+        )
+        g.numbers[f"ks_sum_{distribution}"] = data["+sum"]["fits"][distribution]["ks_distance"]
 
 
 def epimer(g: Gallery) -> None:
@@ -326,10 +328,10 @@ def main() -> None:
     docs = work / "docs" if args.tiny else ROOT / "docs"
     for name in args.only or PARTS:
         begun = time.monotonic()
-        made = Gallery(work, docs, args.store, args.tiny)
-        PARTS[name](made)
+        gallery = Gallery(work, docs, args.store, args.tiny)
+        PARTS[name](gallery)
         seconds = time.monotonic() - begun
-        outcome = {"seconds": seconds, "commands": list(made.commands.values()), "numbers": made.numbers}
+        outcome = {"seconds": seconds, "commands": list(gallery.commands.values()), "numbers": gallery.numbers}
         (work / f"{name}.json").write_text(json.dumps(outcome, indent=1) + "\n")
         print(f"{name}: {seconds / 60:.1f} min", flush=True)
     kept = {name: work / f"{name}.json" for name in PARTS}

@@ -180,14 +180,14 @@ def inputs(
 
 def grams(shapes: Shapes) -> dict[str, Tensor]:
     """An input Gram for every matrix but the embeddings, in the host's memory; one tensor for each size."""
-    made: dict[int, Tensor] = {}
+    gram_of_width: dict[int, Tensor] = {}
     by_layer = {}
     for name, shape in shapes.items():
         if len(shape) == 2 and name.endswith(".weight") and "embed" not in name:
-            if shape[1] not in made:
+            if shape[1] not in gram_of_width:
                 inputs = torch.randn(2 * shape[1], shape[1], generator=torch.Generator().manual_seed(shape[1]))
-                made[shape[1]] = inputs.mT @ inputs / len(inputs)
-            by_layer[name.removesuffix(".weight")] = made[shape[1]]
+                gram_of_width[shape[1]] = inputs.mT @ inputs / len(inputs)
+            by_layer[name.removesuffix(".weight")] = gram_of_width[shape[1]]
     return by_layer
 
 

@@ -51,7 +51,7 @@ def recipe(folder: Path, method: str) -> Path:
 
 
 def inputs(folder: Path) -> list[Path]:
-    return [file for kind in ("base", "expert_*") for file in folder.glob(f"{kind}/*.safetensors")]
+    return [file for pattern in ("base", "expert_*") for file in folder.glob(f"{pattern}/*.safetensors")]
 
 
 def anonymous(pid: int) -> int:

@@ -110,7 +110,9 @@ def main() -> None:
     commands = {"our_process": [*ours, "overwrite=true", "device=cpu", f"run_dir={options.folder}/run"]}
     if options.mergekit:
         commands["mergekit"] = [str(options.mergekit), "{plan}", "{out}", "--no-copy-tokenizer"]
-    files = [file for kind in ("base", "expert_*") for file in options.folder.glob(f"{kind}/*.safetensors")]
+    files = [
+        file for pattern in ("base", "expert_*") for file in options.folder.glob(f"{pattern}/*.safetensors")
+    ]
     report = {
         "date": str(date.today()),
         "mergekit": version(options.mergekit) if options.mergekit else None,

@@ -65,8 +65,8 @@ def merge(folder: Path, label: str) -> None:
     method = methods()[label]
     count = FEWER.get(label, len(list(folder.glob("expert?"))))
     sides = {
-        kind: [folder / f"{kind.removeprefix('chained_')}{n}" for n in range(count)]
-        for kind in method.side_inputs
+        side_input: [folder / f"{side_input.removeprefix('chained_')}{n}" for n in range(count)]
+        for side_input in method.side_inputs
     }
     experts = [folder / f"expert{number}" for number in range(count)]
     mergekit_lab.merge(folder / "base", experts, folder / f"merged_{label}", method, statistics=sides)

@@ -97,7 +97,7 @@ class Bench:
         return {n: score(self.model, self.objectives[n], part, batch_size=256).value for n in tasks}
 
     def experts(self, make: Callable[..., Any], seed: int, steps: int) -> dict[str, State]:
-        made, curves, times, own = {}, {}, {}, {}
+        states, curves, times, own = {}, {}, {}, {}
         for name, objective in self.objectives.items():
             model = self.backbone.make_model().train()
             module = FinetuneModule(
@@ -114,14 +114,14 @@ class Bench:
             begun = time.monotonic()
             trainer.fit(module, data)
             times[name] = round((time.monotonic() - begun) / steps, 4)
-            made[name] = {n: t.detach().to(self.device) for n, t in model.state_dict().items()}
+            states[name] = {n: t.detach().to(self.device) for n, t in model.state_dict().items()}
             curves[name] = [round(point["train_loss"], 4) for point in module.curve]
-            own[name] = self.value(made[name], [name], "test")[name]
+            own[name] = self.value(states[name], [name], "test")[name]
             objective.to(self.device)
             del trainer, module, model, data
             torch.cuda.empty_cache()
             self.note(experts=own, loss=curves, seconds_a_step=times)
-        return made
+        return states
 
     def vectors(self, experts: Mapping[str, State], histogram: bool) -> None:
         """How large and how alike task vectors are, and which distribution their entries follow."""
@@ -132,8 +132,8 @@ class Bench:
             "cosine": {f"{a}+{b}": float(flat[a] @ flat[b] / flat[a].norm() / flat[b].norm())
                        for a, b in combinations(flat, 2)},
         }  # fmt: skip
-        for kind in ("laplace", "gaussian"):
-            fits[kind] = {t: asdict(fit_offset([v], kind)) for t, v in flat.items()}
+        for distribution in ("laplace", "gaussian"):
+            fits[distribution] = {t: asdict(fit_offset([v], distribution)) for t, v in flat.items()}
         if histogram:
             edges = 1.2e-3
             fits["histogram"] = {
@@ -209,7 +209,7 @@ class Bench:
         self.note(groups=groups)
 
     def fishers(self, experts: Mapping[str, State]) -> list[State]:
-        made = []
+        fishers = []
         begun = time.monotonic()
         for name, state in experts.items():
             self.model.load_state_dict(state)
@@ -222,9 +222,9 @@ class Bench:
                 to_device(objective.make_batch("train", index), self.device) for index in drawn.split(16)
             )
             fisher = diagonal_fisher(self.model, batches, causal=True, chunk=16)
-            made.append({n: fisher[n].cpu() for n in state})
+            fishers.append({n: fisher[n].cpu() for n in state})
         self.note(fisher_seconds=round(time.monotonic() - begun, 1))
-        return made
+        return fishers
 
 
 def task(name: str, folder: str, options: argparse.Namespace) -> TextTask:

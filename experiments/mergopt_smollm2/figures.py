@@ -89,10 +89,10 @@ def main() -> None:
             print(name, group.count("+") + 1, group, f"{six(entry['test']):.1f}")
     print("\nmixed:")
     for name, arm in arms.items():
-        for kind, entry in arm.get("mixed", {}).items():
+        for mixture, entry in arm.get("mixed", {}).items():
             print(
                 name,
-                kind,
+                mixture,
                 f"{six(entry['test']):.1f}",
                 {a: round(six(v), 1) for a, v in entry["fixed"].items()},
             )

@@ -109,8 +109,13 @@ def reached(report: dict[str, Any]) -> tuple[bool, int, int]:
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     """What decides the results."""
     sizes = ("steps", "batch", "length", "train", "validation", "test", "fisher")
-    made = {"source": Path(options.source).name, "lr": LR, "weight_decay": DECAY, "tasks": list(options.tasks)}
-    return made | {n: getattr(options, n) for n in sizes}
+    record = {
+        "source": Path(options.source).name,
+        "lr": LR,
+        "weight_decay": DECAY,
+        "tasks": list(options.tasks),
+    }
+    return record | {n: getattr(options, n) for n in sizes}
 
 
 def collect(options: argparse.Namespace, old: dict[str, Any]) -> dict[str, Any]:
@@ -120,9 +125,9 @@ def collect(options: argparse.Namespace, old: dict[str, Any]) -> dict[str, Any]:
         if reached(report) >= reached(arms.get(report["job"], {})):
             arms[report["job"]] = report
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    made = {**settings(options), "card": card, "gpus": options.gpus, "processes_a_gpu": options.workers,
+    setup = {**settings(options), "card": card, "gpus": options.gpus, "processes_a_gpu": options.workers,
             "date": str(date.today()), "torch": torch.__version__}  # fmt: skip
-    result = {"made": [*[m for m in old.get("made", []) if m != made], made], "arms": arms}
+    result = {"made": [*[m for m in old.get("made", []) if m != setup], setup], "arms": arms}
     partial_file = options.out.with_suffix(".partial")
     partial_file.write_text(json.dumps(result, indent=None))
     partial_file.replace(options.out)
@@ -192,8 +197,8 @@ def main() -> None:
     options.gpus = torch.cuda.device_count()
     earlier = options.earlier or options.out
     old = json.loads(earlier.read_text()) if earlier.exists() else {}
-    for made in old.get("made", []):
-        other = [n for n, v in settings(options).items() if made.get(n) != v]
+    for earlier_setup in old.get("made", []):
+        other = [n for n, v in settings(options).items() if earlier_setup.get(n) != v]
         if other:
             parser.error(f"{earlier} is of another {', '.join(other)}: name another file with --out")
     options.kept = old.get("arms", {})

@@ -63,8 +63,8 @@ def _expert(options: argparse.Namespace, folder: Path) -> list[str]:
 
 def _trained(folder: Path) -> list[float]:
     """Seconds that each training in the store there took."""
-    made = Path(folder, "store/experts").glob("*/manifest.json")
-    return [json.loads(m.read_text())["info"]["wall_seconds"] for m in made]
+    manifests = Path(folder, "store/experts").glob("*/manifest.json")
+    return [json.loads(m.read_text())["info"]["wall_seconds"] for m in manifests]
 
 
 def beside(options: argparse.Namespace, rows: Rows) -> None:
@@ -109,9 +109,9 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     if done.returncode:
         raise RuntimeError((done.stdout + done.stderr)[-400:])
     busy: dict[str, list[float]] = {}
-    for made in Path(folder, "store").glob("*/*/manifest.json"):
-        seconds = json.loads(made.read_text())["info"].get("wall_seconds", 0.0)
-        busy.setdefault(made.parent.parent.name, []).append(seconds)
+    for manifest in Path(folder, "store").glob("*/*/manifest.json"):
+        seconds = json.loads(manifest.read_text())["info"].get("wall_seconds", 0.0)
+        busy.setdefault(manifest.parent.parent.name, []).append(seconds)
     kinds = {kind: {"pieces": len(each), "seconds": round(sum(each), 1)} for kind, each in sorted(busy.items())}
     return {"wall_seconds": round(wall, 2), "kinds": kinds}
 

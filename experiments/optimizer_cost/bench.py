@@ -49,7 +49,7 @@ OPTIMIZERS: dict[str, Callable] = {
     "rwp": partial(RWP, base=ADAMW),
     "mergopt worst_of 2": partial(MergOPT, base=ADAMW, worst_of=2),
 }
-PARAMETRISATIONS: dict[str, Parametrization] = {
+PARAMETRIZATIONS: dict[str, Parametrization] = {
     "linearized": Linearized(),
     "attention_linear": AttentionLinear(),
     "lora": LoRA(),
@@ -102,10 +102,12 @@ class Language:
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def measure(problem: Vision | Language, kind: Parametrization, make: Callable, bf16: bool, options) -> dict:
+def measure(
+    problem: Vision | Language, parametrization: Parametrization, make: Callable, bf16: bool, options
+) -> dict:
     """Median seconds of a step, and peak memory, of one optimizer on one parametrization."""
     device = torch.device(options.device)
-    model = kind.make_trainable(problem.make_model()).to(device)
+    model = parametrization.make_trainable(problem.make_model()).to(device)
     model.train()
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     optimizer = make(trained)
@@ -171,15 +173,15 @@ def table(problem: Vision | Language, name: str, bf16: bool, options) -> list[di
     wanted = [(o, "full", Full(), make) for o, make in OPTIMIZERS.items()]
     again = ("adamw", "full", Full(), ADAMW)
     wanted = [*wanted[:5], again, *wanted[5:]]
-    wanted += [("adamw", k, kind, ADAMW) for k, kind in PARAMETRISATIONS.items()]
+    wanted += [("adamw", k, parametrization, ADAMW) for k, parametrization in PARAMETRIZATIONS.items()]
     wanted += [again]
     rows = []
-    for optimizer, parametrization, kind, make in wanted:
+    for optimizer, finetuning, parametrization, make in wanted:
         row = {"problem": name, "precision": "bf16-mixed" if bf16 else "fp32", "optimizer": optimizer}
         try:
-            row |= {"finetuning": parametrization} | measure(problem, kind, make, bf16, options)
+            row |= {"finetuning": finetuning} | measure(problem, parametrization, make, bf16, options)
         except torch.cuda.OutOfMemoryError:
-            print(name, optimizer, parametrization, "does not fit", flush=True)
+            print(name, optimizer, finetuning, "does not fit", flush=True)
             continue
         finally:
             if options.device == "cuda":
@@ -221,9 +223,9 @@ def main() -> None:
     card = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     rows = []
     for which in options.only:
-        kind, precision = which.split()
-        problem = (Vision if kind == "vision" else Language)(device, options.small)
-        rows += table(problem, kind, precision == "bf16", options)
+        domain, precision = which.split()
+        problem = (Vision if domain == "vision" else Language)(device, options.small)
+        rows += table(problem, domain, precision == "bf16", options)
         if options.out:
             machine = {"card": card, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
             options.out.write_text(json.dumps(machine | {"rows": rows}, indent=1) + "\n")

@@ -267,7 +267,7 @@ class Lines(logging.Handler):
 
 def train(case: Case, small: bool, steps: int, folder: Path, **options: Any) -> Any:
     """Our training loop, as a run calls it."""
-    made = problem(case.group, small)
+    setup = problem(case.group, small)
     settings = TrainingSettings(
         steps=steps, batch_size=4 if small else BATCH[case.group], lr=1e-5, weight_decay=0.1, keep="last",
         warmup_steps=steps // 10, validations=1, precision="32-true" if small else PRECISION[case.group],
@@ -275,7 +275,7 @@ def train(case: Case, small: bool, steps: int, folder: Path, **options: Any) -> 
     )  # fmt: skip
     settings = replace(settings, **options.pop("settings", {}))
     return finetune(
-        made.make_model(), {"task": made.objective}, OPTIMIZERS[case.optimizer], settings, seed=0,
+        setup.make_model(), {"task": setup.objective}, OPTIMIZERS[case.optimizer], settings, seed=0,
         resume=folder, trainer={"accelerator": "gpu" if CUDA else "cpu", "devices": 1,
         "enable_progress_bar": False},
         **options,
@@ -328,11 +328,11 @@ def measure_resume(case: Case, small: bool, folder: Path) -> dict[str, Any]:
 
 def measure_input(case: Case, small: bool, folder: Path) -> dict[str, Any]:
     """Samples a second that reading and augmenting bring, without training, and what a batch of these takes."""
-    made = problem(case.group, small)
+    setup = problem(case.group, small)
     count, size = (3, 4) if small else (60, BATCH[case.group])
     device = torch.device("cuda" if CUDA else "cpu")
-    objective = deepcopy(made.objective).to(device)
-    few = made.objective.fixes_shapes
+    objective = deepcopy(setup.objective).to(device)
+    few = setup.objective.fixes_shapes
     batches = iter(StepBatches({"task": objective}, size, count + 5, 0, few_shapes=few, device=device))
     for _ in range(5):
         next(batches)

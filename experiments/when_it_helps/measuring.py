@@ -172,7 +172,7 @@ def subsets(names: Sequence[str], seed: int) -> list[tuple[str, str, list[str]]]
     """Axis, value and tasks of the merges of some of the experts."""
     order = random.Random(seed).sample(list(names), len(names))
     counts = [("tasks", str(k), [t for t in names if t in order[:k]]) for k in COUNTS if k < len(names)]
-    groups = [("likeness", kind, list(group)) for kind, group in GROUPS.items() if set(group) <= set(names)]
+    groups = [("likeness", label, list(group)) for label, group in GROUPS.items() if set(group) <= set(names)]
     return counts + groups
 
 
@@ -224,9 +224,9 @@ class Bench:
             run: whose experts and side inputs are merged; the bench's, or a variant of it.
             label: of the method, which begins with its option's name.
         """
-        for kind in list_kinds(method):
+        for side_input in list_kinds(method):
             for task in tasks:
-                run.obtain(declare_side_input(run, kind, task))
+                run.obtain(declare_side_input(run, side_input, task))
         has_one = type(method).with_coefficient is not Method.with_coefficient
         unit = merge_experts(run, method.with_coefficient(1.0) if has_one else method, tasks)
         weights = Weights(run.model, run.base_state, {"merged": unit})

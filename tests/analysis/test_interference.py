@@ -94,8 +94,8 @@ def test_spectra_are_those_of_the_dense_decomposition(name: str) -> None:
         )
         for j, (other, _, otherh) in enumerate(triplets):
             left = (u[:, :k].T @ other[:, :k]).square().sum() / k
-            right = (vh[:k] @ otherh[:k].T).square().sum() / k
-            assert layer.spectra.overlap[i, j] == pytest.approx(float(left + right) / 2, abs=1e-4)
+            right_overlap = (vh[:k] @ otherh[:k].T).square().sum() / k
+            assert layer.spectra.overlap[i, j] == pytest.approx(float(left + right_overlap) / 2, abs=1e-4)
     assert layer.spectra.chance == pytest.approx((k / m + k / n) / 2)
 
 
@@ -220,12 +220,12 @@ def test_advice_cites_what_stands_in_its_studies() -> None:
         assert number in gallery
 
 
-@pytest.mark.parametrize(("entry", "kind"), [(float("nan"), "NaN or infinite"), (-1.0, "negative")])
-def test_a_fisher_that_is_none_is_named(entry: float, kind: str) -> None:
+@pytest.mark.parametrize(("entry", "problem"), [(float("nan"), "NaN or infinite"), (-1.0, "negative")])
+def test_a_fisher_that_is_none_is_named(entry: float, problem: str) -> None:
     base, experts = models(2)
     fishers = {n: {k: v.square() for k, v in random(10 + t).items()} for t, n in enumerate(experts)}
     fishers["e1"]["conv"][0, 0] = entry
-    with pytest.raises(InputError, match=f"tensor 'conv' of e1 holds 4 {kind} entries"):
+    with pytest.raises(InputError, match=f"tensor 'conv' of e1 holds 4 {problem} entries"):
         measure(base, experts, fishers)
 
 

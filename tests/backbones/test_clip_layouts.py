@@ -165,11 +165,11 @@ def test_a_pickle_of_a_whole_module_is_refused_with_the_way_out(tmp_path):
         open_checkpoint(tmp_path / "finetuned.pt")
 
 
-def _image_tower(theirs, kind: str, folder):
+def _image_tower(theirs, layout: str, folder):
     """The image tower of a whole model as a folder: in transformers' layouts, or in open_clip's."""
     from transformers import CLIPVisionModel, CLIPVisionModelWithProjection
 
-    if kind == "open_clip":
+    if layout == "open_clip":
         whole = from_transformers(theirs.state_dict())
         torch.save({n: t for n, t in whole.items() if n.startswith("visual.")}, folder / "open_clip_model.pt")
         (folder / "open_clip_config.json").write_text('{"model_cfg": {"quick_gelu": true}}')
@@ -178,7 +178,7 @@ def _image_tower(theirs, kind: str, folder):
         "CLIPVisionModel": CLIPVisionModel,
         "CLIPVisionModelWithProjection": CLIPVisionModelWithProjection,
     }
-    model = classes[kind](theirs.config.vision_config)
+    model = classes[layout](theirs.config.vision_config)
     whole, stem = (
         theirs.state_dict(),
         "" if "vision_model.pre_layrnorm.bias" in model.state_dict() else "vision_model.",
@@ -188,13 +188,13 @@ def _image_tower(theirs, kind: str, folder):
     return folder
 
 
-@pytest.mark.parametrize("kind", ["CLIPVisionModel", "CLIPVisionModelWithProjection", "open_clip"])
-def test_an_image_tower_alone_gives_its_features_and_heads_from_images(kind, theirs, pixels, tmp_path):
-    backbone = OpenClip("tiny-plain", str(_image_tower(theirs, kind, tmp_path)), head="prototype")
+@pytest.mark.parametrize("layout", ["CLIPVisionModel", "CLIPVisionModelWithProjection", "open_clip"])
+def test_an_image_tower_alone_gives_its_features_and_heads_from_images(layout, theirs, pixels, tmp_path):
+    backbone = OpenClip("tiny-plain", str(_image_tower(theirs, layout, tmp_path)), head="prototype")
     assert backbone.uses_quick_gelu()
     with torch.no_grad():
         expected = theirs.vision_model(pixel_values=_normalized(backbone, pixels)).pooler_output
-        if kind != "CLIPVisionModel":
+        if layout != "CLIPVisionModel":
             expected = theirs.visual_projection(expected)
         torch.testing.assert_close(
             backbone.make_model()(pixels), normalize(expected, dim=-1), atol=1e-5, rtol=0

@@ -17,48 +17,52 @@ from mergekit_lab.backbones.reading import Reading
 from mergekit_lab.evaluation import score
 
 
-def test_choice_scores_are_the_log_likelihoods_of_each_choice_after_its_prompt(folders, kind) -> None:
-    backbone = tiny_backbone(folders[kind], kind)
+def test_choice_scores_are_the_log_likelihoods_of_each_choice_after_its_prompt(folders, architecture) -> None:
+    backbone = tiny_backbone(folders[architecture], architecture)
     objective, samples = backbone.make_objective(Colors()), Colors().load_samples("test")
     prompts = objective.encode("test").prompts[:5]
     with torch.no_grad():
         scores = objective.score_choices(backbone.make_model(), prompts)
     for row, prompt in zip(scores, samples.prompts, strict=False):
         for value, choice in zip(row, Colors().choices, strict=True):
-            torch.testing.assert_close(value, -one_loss(backbone, kind, prompt, choice), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                value, -one_loss(backbone, architecture, prompt, choice), rtol=1e-4, atol=1e-4
+            )
 
 
-def test_the_likeliest_choice_is_the_answer_for_any_batch_size(folders, kind) -> None:
-    backbone = tiny_backbone(folders[kind], kind)
+def test_the_likeliest_choice_is_the_answer_for_any_batch_size(folders, architecture) -> None:
+    backbone = tiny_backbone(folders[architecture], architecture)
     objective, model = backbone.make_objective(Colors()), backbone.make_model()
     scores = [score(model, objective, "test", batch_size=size) for size in (1, 7, 512)]
     assert scores[0].predictions == scores[1].predictions == scores[2].predictions
-    right = [p == a for p, a in zip(scores[0].predictions, Colors().load_samples("test").answers, strict=True)]
-    assert scores[0].value == sum(right) / len(right)
+    correct = [
+        p == a for p, a in zip(scores[0].predictions, Colors().load_samples("test").answers, strict=True)
+    ]
+    assert scores[0].value == sum(correct) / len(correct)
 
 
-def test_generated_answers_are_those_of_one_prompt_at_a_time_without_a_cache(folders, kind) -> None:
+def test_generated_answers_are_those_of_one_prompt_at_a_time_without_a_cache(folders, architecture) -> None:
     """The folder's own generation settings sample at a temperature: answers are greedy all the same."""
-    backbone = tiny_backbone(folders[kind], kind, answering="generate")
+    backbone = tiny_backbone(folders[architecture], architecture, answering="generate")
     objective, model, tok = (
         backbone.make_objective(Colors()),
         backbone.make_model(),
-        load_tokenizer(str(folders[kind])),
+        load_tokenizer(str(folders[architecture])),
     )
     predictions = score(model, objective, "test", batch_size=7).predictions
     for index, prompt in enumerate(objective.encode("test").prompts[:6]):
         row = prompt[None]
-        made = [259] if kind == "t5" else []
+        generated = [259] if architecture == "t5" else []
         for _ in range(5):
             with torch.no_grad():
-                if kind == "t5":
-                    logits = model(input_ids=row, decoder_input_ids=torch.tensor([made])).logits
+                if architecture == "t5":
+                    logits = model(input_ids=row, decoder_input_ids=torch.tensor([generated])).logits
                 else:
-                    logits = model(torch.cat([row, torch.tensor([made], dtype=torch.int64)], dim=1)).logits
-            made.append(int(logits[0, -1].argmax()))
-            if made[-1] == 256:
+                    logits = model(torch.cat([row, torch.tensor([generated], dtype=torch.int64)], dim=1)).logits
+            generated.append(int(logits[0, -1].argmax()))
+            if generated[-1] == 256:
                 break
-        assert predictions[index] == tok.decode(made, skip_special_tokens=True)
+        assert predictions[index] == tok.decode(generated, skip_special_tokens=True)
 
 
 def test_a_forward_pass_has_the_rows_whose_logits_fit_of_those_that_it_makes(folders, monkeypatch) -> None:
@@ -162,9 +166,9 @@ class Uncached(nn.Module):
         return self.get_base_model()(**inputs, use_cache=False)
 
 
-@pytest.mark.parametrize("kind", ["llama", "t5"])
-def test_decoding_without_a_cache_gives_what_transformers_gives(folders, kind) -> None:
-    backbone = tiny_backbone(folders[kind], kind, answering="generate")
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_decoding_without_a_cache_gives_what_transformers_gives(folders, architecture) -> None:
+    backbone = tiny_backbone(folders[architecture], architecture, answering="generate")
     objective, model = backbone.make_objective(Colors(max_new_tokens=9)), backbone.make_model()
     index = torch.arange(8)
     torch.manual_seed(0)
@@ -176,11 +180,11 @@ def test_decoding_without_a_cache_gives_what_transformers_gives(folders, kind) -
     assert len(set(predictions)) > 1
 
 
-@pytest.mark.parametrize("kind", ["llama", "t5"])
-def test_a_linearized_language_model_learns_decodes_and_chooses(folders, kind) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_a_linearized_language_model_learns_decodes_and_chooses(folders, architecture) -> None:
     index = torch.arange(4)
     for answering in ("choices", "generate"):
-        backbone = tiny_backbone(folders[kind], kind, answering=answering)
+        backbone = tiny_backbone(folders[architecture], architecture, answering=answering)
         objective, model = backbone.make_objective(Colors()), backbone.make_model()
         tangent = Linearized().make_trainable(backbone.make_model())
         loss = objective.compute_loss(tangent, objective.make_batch("train", index))
@@ -190,11 +194,11 @@ def test_a_linearized_language_model_learns_decodes_and_chooses(folders, kind) -
             assert objective.predict(tangent, "test", index) == objective.predict(model, "test", index)
 
 
-@pytest.mark.parametrize("kind", ["llama", "t5"])
-def test_choices_of_a_linearized_model_are_scored_by_the_expansion_of_all_of_it(folders, kind) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_choices_of_a_linearized_model_are_scored_by_the_expansion_of_all_of_it(folders, architecture) -> None:
     """Not by one of the decoder around what the encoder's expansion gives."""
-    objective = tiny_backbone(folders[kind], kind).make_objective(Colors())
-    tangent = Linearized().make_trainable(tiny_backbone(folders[kind], kind).make_model())
+    objective = tiny_backbone(folders[architecture], architecture).make_objective(Colors())
+    tangent = Linearized().make_trainable(tiny_backbone(folders[architecture], architecture).make_model())
     torch.manual_seed(0)
     prompts, choices = objective.encode("test").prompts[:3], objective._choices
     with torch.no_grad():
@@ -204,7 +208,7 @@ def test_choices_of_a_linearized_model_are_scored_by_the_expansion_of_all_of_it(
         wanted = torch.zeros_like(scores)
         for i, prompt in enumerate(prompts):
             for j, choice in enumerate(choices):
-                if kind == "t5":
+                if architecture == "t5":
                     logits = tangent(input_ids=prompt[None], labels=choice[None]).logits[0]
                 else:
                     logits = tangent(torch.cat([prompt, choice])[None]).logits[0, len(prompt) - 1 : -1]

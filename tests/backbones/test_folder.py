@@ -46,8 +46,10 @@ def file(tmp_path_factory):
     for name, shape in SHAPES.items():
         numbers = draw.normal(size=shape).astype(np.float32)
         if len(shape) == 2:
-            kind = gguf.GGMLQuantizationType.Q4_1
-            out.add_tensor(f"{name}.weight", gguf.quants.quantize(numbers, kind), raw_dtype=kind)
+            quantization = gguf.GGMLQuantizationType.Q4_1
+            out.add_tensor(
+                f"{name}.weight", gguf.quants.quantize(numbers, quantization), raw_dtype=quantization
+            )
         else:
             out.add_tensor(f"{name}.weight", numbers)
     out.write_header_to_file()

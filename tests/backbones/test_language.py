@@ -16,17 +16,17 @@ from mergekit_lab.tasks import TextFile
 
 @pytest.mark.parametrize("loss_on", ["answer", "all"])
 def test_a_batchs_loss_is_the_sum_over_its_samples_answer_tokens_whatever_the_padding(
-    folders, kind, loss_on
+    folders, architecture, loss_on
 ) -> None:
-    if kind == "t5" and loss_on == "all":
+    if architecture == "t5" and loss_on == "all":
         return
-    backbone = tiny_backbone(folders[kind], kind, loss_on=loss_on)
+    backbone = tiny_backbone(folders[architecture], architecture, loss_on=loss_on)
     objective, index = backbone.make_objective(Colors()), torch.tensor([3, 0, 2, 7])
     batch = objective.make_batch("train", index)
     with torch.no_grad():
         loss = objective.compute_loss(backbone.make_model(), batch)
     samples, whole = Colors().load_samples("train"), loss_on == "all"
-    wanted = sum(one_loss(backbone, kind, samples.prompts[i], samples.answers[i], whole) for i in index)
+    wanted = sum(one_loss(backbone, architecture, samples.prompts[i], samples.answers[i], whole) for i in index)
     torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-5)
     answers = sum(len(samples.answers[i]) + 1 for i in index)
     rest = sum(len(f"{samples.prompts[i]}") + 2 for i in index) if loss_on == "all" else 0
@@ -133,20 +133,22 @@ def test_a_limit_below_the_templates_own_tokens_is_refused(folders, tmp_path, mo
         tiny.make_objective(task).encode("test")
 
 
-def test_rows_longer_than_a_models_positions_are_refused(folders, kind, tmp_path) -> None:
+def test_rows_longer_than_a_models_positions_are_refused(folders, architecture, tmp_path) -> None:
     task = lines(tmp_path, [{"prompt": "red " * 200, "answer": "yes"}])
-    objective = tiny_backbone(folders[kind], kind, max_length=1024).make_objective(task)
-    if kind == "t5":  # whose positions are relative
+    objective = tiny_backbone(folders[architecture], architecture, max_length=1024).make_objective(task)
+    if architecture == "t5":  # whose positions are relative
         assert len(objective.encode("train").prompts[0]) == 800
         return
     with pytest.raises(InputError, match=r"to 835 tokens,.*has 512 positions"):
         objective.encode("train")
 
 
-def test_checkpointing_computes_blocks_again_and_leaves_loss_and_gradient_as_they_are(folders, kind) -> None:
+def test_checkpointing_computes_blocks_again_and_leaves_loss_and_gradient_as_they_are(
+    folders, architecture
+) -> None:
     passes = []
     for checkpointing in (False, True):
-        backbone = tiny_backbone(folders[kind], kind, checkpointing=checkpointing)
+        backbone = tiny_backbone(folders[architecture], architecture, checkpointing=checkpointing)
         objective, model = backbone.make_objective(Colors()), backbone.make_model().train()
         entered = []
         for module in model.modules():
@@ -162,18 +164,18 @@ def test_checkpointing_computes_blocks_again_and_leaves_loss_and_gradient_as_the
     assert count_again == 2 * count
 
 
-def test_a_tied_weight_has_one_name_and_loads_under_it(folders, kind) -> None:
-    backbone = tiny_backbone(folders[kind], kind)
+def test_a_tied_weight_has_one_name_and_loads_under_it(folders, architecture) -> None:
+    backbone = tiny_backbone(folders[architecture], architecture)
     model, other = backbone.make_model(), backbone.make_model()
     state = {n: t + 1 for n, t in model.state_dict().items()}
     assert len({t.data_ptr() for t in model.state_dict().values()}) == len(model.state_dict())
-    assert ("lm_head.weight" in state) == (kind != "llama")
+    assert ("lm_head.weight" in state) == (architecture != "llama")
     other.load_state_dict(state)
     assert torch.equal(
         other.get_output_embeddings().weight,
         state.get("lm_head.weight", state.get("model.embed_tokens.weight")),
     )
-    stored = {name for f in folders[kind].glob("*.safetensors") for name in _names(f)}
+    stored = {name for f in folders[architecture].glob("*.safetensors") for name in _names(f)}
     assert state.keys() == stored
 
 
@@ -185,14 +187,14 @@ def _names(file):
 
 
 @pytest.mark.parametrize("loss_on", ["answer", "all"])
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_packed_rows_have_the_loss_the_items_and_the_gradient_of_samples_apart(
-    folders, kind, loss_on, caplog
+    folders, architecture, loss_on, caplog
 ) -> None:
     caplog.set_level(logging.INFO)
     index, batches = torch.arange(12), []
     for packing in (False, True):
-        backbone = tiny_backbone(folders[kind], kind, loss_on=loss_on, packing=packing)
+        backbone = tiny_backbone(folders[architecture], architecture, loss_on=loss_on, packing=packing)
         objective, model = backbone.make_objective(Colors()), backbone.make_model()
         batch = objective.make_training_batch(index)
         loss = objective.compute_loss(model, batch)
@@ -242,8 +244,8 @@ def test_models_that_do_not_go_by_a_mask_choose_right_and_refuse_packing(name, t
             packed.compute_loss(model, packed.make_training_batch(torch.arange(12)))
 
 
-def test_lora_on_a_language_model_learns_and_folds_into_the_bases_names(folders, kind) -> None:
-    backbone = tiny_backbone(folders[kind], kind)
+def test_lora_on_a_language_model_learns_and_folds_into_the_bases_names(folders, architecture) -> None:
+    backbone = tiny_backbone(folders[architecture], architecture)
     lora, objective = LoRA(rank=2), backbone.make_objective(Colors())
     model, batch = (
         lora.make_trainable(backbone.make_model(), seed=0),

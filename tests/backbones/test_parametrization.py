@@ -62,8 +62,8 @@ def tokens() -> torch.Tensor:
 MODELS = {"open_clip": (tower, pixels, lambda m, x: m(x)), "llama": (llama, tokens, lambda m, x: m(x).logits)}
 
 
-def trained(kind: str, make, run, x, steps: int = 2) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    model = KINDS[kind].make_trainable(make(), seed=4)
+def trained(parametrization: str, make, run, x, steps: int = 2) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    model = KINDS[parametrization].make_trainable(make(), seed=4)
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
     for _ in range(steps):
@@ -72,31 +72,33 @@ def trained(kind: str, make, run, x, steps: int = 2) -> tuple[nn.Module, dict[st
         (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
         optimizer.step()
     model.eval()
-    return model, KINDS[kind].fold(model)
+    return model, KINDS[parametrization].fold(model)
 
 
 @pytest.mark.parametrize("which", MODELS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_expert_is_a_checkpoint_of_the_bases_names_that_computes_what_was_trained(kind, which) -> None:
+@pytest.mark.parametrize("parametrization", KINDS)
+def test_an_expert_is_a_checkpoint_of_the_bases_names_that_computes_what_was_trained(
+    parametrization, which
+) -> None:
     make, draw, run = MODELS[which]
     x = draw()
-    model, state = trained(kind, make, run, x)
+    model, state = trained(parametrization, make, run, x)
     base = make().state_dict()
     assert state.keys() == base.keys()
     assert all(state[n].shape == t.shape and state[n].dtype == t.dtype for n, t in base.items())
     assert any(not torch.equal(state[n], t) for n, t in base.items())
-    again = KINDS[kind].make_evaluable(make()).eval()
+    again = KINDS[parametrization].make_evaluable(make()).eval()
     again.load_state_dict(state)
     with torch.no_grad():
         torch.testing.assert_close(run(again, x), run(model, x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("which", MODELS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_at_the_start_every_parametrization_computes_what_the_base_does(kind, which) -> None:
+@pytest.mark.parametrize("parametrization", KINDS)
+def test_at_the_start_every_parametrization_computes_what_the_base_does(parametrization, which) -> None:
     make, draw, run = MODELS[which]
     with torch.no_grad():
-        base, model = run(make(), draw()), run(KINDS[kind].make_trainable(make()).eval(), draw())
+        base, model = run(make(), draw()), run(KINDS[parametrization].make_trainable(make()).eval(), draw())
     torch.testing.assert_close(model, base, rtol=1e-5, atol=1e-5)
 
 
@@ -223,7 +225,10 @@ def test_factors_are_drawn_from_the_seed_and_leave_the_global_generator_alone() 
 
 
 def test_experts_of_all_parametrizations_merge_with_each_other() -> None:
-    states = {kind: trained(kind, *(MODELS["llama"][i] for i in (0, 2)), tokens())[1] for kind in KINDS}
+    states = {
+        parametrization: trained(parametrization, *(MODELS["llama"][i] for i in (0, 2)), tokens())[1]
+        for parametrization in KINDS
+    }
     base = llama().state_dict()
     merged = merge_state_dicts(base, states, TIES(density=0.5))
     assert merged.keys() == base.keys()
@@ -255,7 +260,7 @@ ATTENTION = {
     ),
     "t5": (
         lambda: T5ForConditionalGeneration(T5Config(**T5)),
-        {f"{kind}.{p}" for kind in ("SelfAttention", "EncDecAttention") for p in "qkvo"},
+        {f"{attention}.{p}" for attention in ("SelfAttention", "EncDecAttention") for p in "qkvo"},
     ),
 }
 

@@ -31,14 +31,14 @@ def folder(tmp_path_factory):
         max_position_embeddings=128, pad_token_id=259, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    made = tmp_path_factory.mktemp("bert")
+    model_folder = tmp_path_factory.mktemp("bert")
     model = BertModel(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    model.save_pretrained(made)
-    byte_tokenizer().save_pretrained(made)
-    return made
+    model.save_pretrained(model_folder)
+    byte_tokenizer().save_pretrained(model_folder)
+    return model_folder
 
 
 def alone(model, text):
@@ -185,13 +185,13 @@ def test_what_an_encoder_cannot_do_is_said(folder, tmp_path) -> None:
         TextEncoder(source=str(folder), head_samples=2).make_objective(Colors())
 
 
-@pytest.mark.parametrize("kind", ["roberta", "mpnet"])
-def test_positions_that_begin_after_the_padding_s_are_not_counted(tmp_path, kind) -> None:
+@pytest.mark.parametrize("model_type", ["roberta", "mpnet"])
+def test_positions_that_begin_after_the_padding_s_are_not_counted(tmp_path, model_type) -> None:
     from transformers import AutoConfig, AutoModel
 
     config = AutoConfig.for_model(
-        kind, vocab_size=260, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
-        max_position_embeddings=130, pad_token_id=1,
+        model_type, vocab_size=260, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=24, max_position_embeddings=130, pad_token_id=1,
     )  # fmt: skip
     AutoModel.from_config(config).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")

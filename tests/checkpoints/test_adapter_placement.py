@@ -58,10 +58,10 @@ QV = {"target_modules": ["q_proj", "v_proj"]}
 def test_a_towers_adapter_is_folded_into_that_tower(tower: str, tmp_path) -> None:
     import transformers
 
-    kind = {"vision": transformers.SiglipVisionModel, "text": transformers.SiglipTextModel}[tower]
+    model_class = {"vision": transformers.SiglipVisionModel, "text": transformers.SiglipTextModel}[tower]
     base = siglip(tmp_path / "base")
-    trained = adapt(kind.from_pretrained(base), tmp_path / "a", **QV)
-    got = kind.from_pretrained(merged_alone(base, tmp_path / "a", tmp_path / "out"))
+    trained = adapt(model_class.from_pretrained(base), tmp_path / "a", **QV)
+    got = model_class.from_pretrained(merged_alone(base, tmp_path / "a", tmp_path / "out"))
     shape = {"vision": torch.rand(1, 3, 16, 16), "text": torch.arange(8)[None]}[tower]
     torch.testing.assert_close(got(shape).pooler_output, trained(shape).pooler_output)
     before, after = (load_file(f / "model.safetensors") for f in (base, tmp_path / "out"))
@@ -93,9 +93,9 @@ def test_the_shapes_of_one_tower_tell_which_it_is(tmp_path) -> None:
     from transformers import SiglipTextModel, SiglipVisionModel
 
     base = siglip(tmp_path / "base", text=48)
-    for kind, tower in ((SiglipVisionModel, "vision_model."), (SiglipTextModel, "text_model.")):
+    for model_class, tower in ((SiglipVisionModel, "vision_model."), (SiglipTextModel, "text_model.")):
         folder = tmp_path / tower
-        adapt(kind.from_pretrained(base), folder, target_modules=["fc1", "q_proj"])
+        adapt(model_class.from_pretrained(base), folder, target_modules=["fc1", "q_proj"])
         without_a_class(folder)
         folded = open_checkpoint(folder, base=open_checkpoint(load_file(base / "model.safetensors")))
         assert {name[: len(tower)] for name in folded.info.targets} == {tower}

@@ -238,10 +238,10 @@ def test_a_tower_is_found_in_the_whole_model_by_its_class_or_not_at_all(tmp_path
 
     base = siglip(tmp_path / "base")
     whole = load_file(base / "model.safetensors")
-    for kind, tower in (("SiglipVisionModel", "vision_model."), ("SiglipTextModel", "text_model.")):
-        part = getattr(transformers, kind).from_pretrained(base)
-        part.save_pretrained(tmp_path / kind)
-        for source in (tmp_path / kind, part.state_dict()):  # all names of a tower are not the other's
+    for class_name, tower in (("SiglipVisionModel", "vision_model."), ("SiglipTextModel", "text_model.")):
+        part = getattr(transformers, class_name).from_pretrained(base)
+        part.save_pretrained(tmp_path / class_name)
+        for source in (tmp_path / class_name, part.state_dict()):  # all names of a tower are not the other's
             aligned = align(open_checkpoint(base), open_checkpoint(source))
             assert len(aligned) == len(part.state_dict())
             assert all(

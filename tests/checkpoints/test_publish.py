@@ -308,8 +308,8 @@ def test_what_another_machine_left_is_told_and_stays(tmp_path, caplog) -> None:
     """A lock says nothing of who holds it there."""
     with make_folder(tmp_path / "out") as folder:
         here = folder.name
-    _, name, boot, token, kind = here.split(".")
-    (tmp_path / f".{name}.{boot[::-1]}.{token}.{kind}").mkdir()
+    _, name, boot, token, suffix = here.split(".")
+    (tmp_path / f".{name}.{boot[::-1]}.{token}.{suffix}").mkdir()
     with make_folder(tmp_path / "out", overwrite=True):
         pass
     assert len(list(tmp_path.iterdir())) == 2

@@ -50,17 +50,17 @@ def test_every_layout_gives_the_same_tensors(tmp_path, tensors) -> None:
     assert_same(open_checkpoint(tensors), tensors)
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_a_single_file_counts_before_an_index_of_an_earlier_save(kind: str, tmp_path, tensors) -> None:
+@pytest.mark.parametrize("file_format", ["safetensors", "bin"])
+def test_a_single_file_counts_before_an_index_of_an_earlier_save(file_format: str, tmp_path, tensors) -> None:
     """As in transformers, whether the shards of that index are still there or not."""
     old = {name: torch.zeros_like(value) for name, value in tensors.items()}
-    write = write_tensors if kind == "safetensors" else lambda file, values: torch.save(values, file)
-    name = "model.safetensors" if kind == "safetensors" else "pytorch_model.bin"
-    index = {"weight_map": dict.fromkeys(tensors, f"shard-1.{kind}")}
+    write = write_tensors if file_format == "safetensors" else lambda file, values: torch.save(values, file)
+    name = "model.safetensors" if file_format == "safetensors" else "pytorch_model.bin"
+    index = {"weight_map": dict.fromkeys(tensors, f"shard-1.{file_format}")}
     (tmp_path / f"{name}.index.json").write_text(json.dumps(index))
     write(tmp_path / name, tensors)
     assert_same(open_checkpoint(tmp_path), tensors)
-    write(tmp_path / f"shard-1.{kind}", old)
+    write(tmp_path / f"shard-1.{file_format}", old)
     assert_same(open_checkpoint(tmp_path), tensors)
     (tmp_path / name).unlink()
     assert_same(open_checkpoint(tmp_path), old)

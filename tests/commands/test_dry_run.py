@@ -127,9 +127,9 @@ def test_a_dry_run_reads_no_tensor_and_says_what_there_is(tmp_path, capsys, monk
     def refuse(self, name):
         raise AssertionError(f"{name} was read")
 
-    for kind in [Checkpoint, *all_subclasses(Checkpoint)]:
-        if "__getitem__" in vars(kind):
-            monkeypatch.setattr(kind, "__getitem__", refuse)
+    for cls in [Checkpoint, *all_subclasses(Checkpoint)]:
+        if "__getitem__" in vars(cls):
+            monkeypatch.setattr(cls, "__getitem__", refuse)
     two = f"experts=[{experts['cars']},{tmp_path / 'adapter'}]"
     merge_command(tmp_path, f"base={base}", two, f"out={tmp_path / 'out'}", "merger=tsvm", "dry_run=true")
     printed = capsys.readouterr().out
@@ -144,8 +144,8 @@ def test_a_dry_run_reads_no_tensor_and_says_what_there_is(tmp_path, capsys, monk
     assert not (tmp_path / "out").exists()
 
 
-def all_subclasses(kind: type) -> list[type]:
-    return [s for direct in kind.__subclasses__() for s in (direct, *all_subclasses(direct))]
+def all_subclasses(cls: type) -> list[type]:
+    return [s for direct in cls.__subclasses__() for s in (direct, *all_subclasses(direct))]
 
 
 @pytest.mark.parametrize(

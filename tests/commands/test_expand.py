@@ -22,9 +22,13 @@ METHODS = {
 
 
 def fishers_of(model, count: int = 2) -> list[dict[str, torch.Tensor]]:
-    made = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
     return [
-        {n: torch.rand(t.shape, generator=made) for n, t in model.state_dict().items() if t.is_floating_point()}
+        {
+            n: torch.rand(t.shape, generator=generator)
+            for n, t in model.state_dict().items()
+            if t.is_floating_point()
+        }
         for _ in range(count)
     ]
 
@@ -186,7 +190,7 @@ def test_the_file_written_for_a_merge_of_factors_needs_no_base_to_be_read(tmp_pa
         tmp_path / "base.safetensors", experts, tmp_path / "f", TSVM(), device="cpu", format="low_rank"
     )
     factors = open_checkpoint(folder / "factors.safetensors")
-    u, d, v = (factors[f"visual.proj.{kind}"] for kind in ("u", "coordinates", "v"))
+    u, d, v = (factors[f"visual.proj.{part}"] for part in ("u", "coordinates", "v"))
     delta = (u.double() * d.double()) @ v.double().mT
     expanded = open_checkpoint(mergekit_lab.expand(folder, tmp_path / "base.safetensors", tmp_path / "out"))
     torch.testing.assert_close(expanded["visual.proj"], state["visual.proj"] + delta.float())
@@ -236,9 +240,9 @@ def test_the_model_of_factors_is_for_the_library_of_its_base(tmp_path) -> None:
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A base with a matrix and a vector, and what two experts add to it."""
-    made = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     base, *experts = (
-        {"a": torch.rand(6, 4, generator=made), "c": torch.rand(3, generator=made)} for _ in range(3)
+        {"a": torch.rand(6, 4, generator=generator), "c": torch.rand(3, generator=generator)} for _ in range(3)
     )
     folder = tmp_path_factory.mktemp("small")
     return base, mergekit_lab.merge(base, experts, folder / "f", TSVM(rank=1), device="cpu", format="low_rank")

@@ -103,18 +103,18 @@ def test_tied_weights_come_back_tied(tmp_path) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("kind", ["pt", "state_dict", "folder"])
-def test_what_open_clip_loads_back_computes_what_the_merged_state_dict_does(kind: str, tmp_path) -> None:
+@pytest.mark.parametrize("layout", ["pt", "state_dict", "folder"])
+def test_what_open_clip_loads_back_computes_what_the_merged_state_dict_does(layout: str, tmp_path) -> None:
     import open_clip
 
     states = [open_clip_model().state_dict(), *(tuned(open_clip_model(), seed).state_dict() for seed in (1, 2))]
     sources: list = list(states)
-    if kind == "pt":
+    if layout == "pt":
         sources = [tmp_path / f"{n}.pt" for n in range(3)]
         torch.save(states[0], sources[0])
         torch.save({"state_dict": {f"module.{n}": t for n, t in states[1].items()}, "epoch": 3}, sources[1])
         torch.save(states[2], sources[2])
-    if kind == "folder":
+    if layout == "folder":
         sources = [tmp_path / str(n) for n in range(3)]
         for folder, state in zip(sources, states, strict=True):
             folder.mkdir()
@@ -124,9 +124,9 @@ def test_what_open_clip_loads_back_computes_what_the_merged_state_dict_does(kind
             )
     out = mergekit_lab.merge(
         sources[0], {"cars": sources[1], "svhn": sources[2]}, tmp_path / "out", METHOD, device="cpu",
-        max_shard_bytes=1000 if kind == "folder" else 10**9,
+        max_shard_bytes=1000 if layout == "folder" else 10**9,
     )  # fmt: skip
-    if kind == "folder":
+    if layout == "folder":
         loaded = open_clip.create_model(f"local-dir:{out}").eval()
     else:
         loaded = open_clip.CLIP(**OPEN_CLIP).eval()
@@ -338,9 +338,13 @@ def test_the_card_says_what_was_done_and_no_path_of_this_machine(tmp_path) -> No
 
 @pytest.mark.parametrize("format", ["dense", "low_rank"])
 def test_the_card_tells_what_the_method_noted_of_the_tensors(format: str, tmp_path) -> None:
-    made = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     base, cars, svhn, fisher = (
-        {"a": torch.rand(8, 8, generator=made), "b": torch.rand(6, 6, generator=made), "c": torch.rand(1, 4)}
+        {
+            "a": torch.rand(8, 8, generator=generator),
+            "b": torch.rand(6, 6, generator=generator),
+            "c": torch.rand(1, 4),
+        }
         for _ in range(4)
     )
     notes: dict[str, dict[str, object]] = {}

@@ -120,7 +120,9 @@ def test_equals_the_original_implementation(golden, name: str, method: Method, d
         names = list(golden.base)
     base, *experts = (in_dtype({n: state[n] for n in names}, dtype) for state in (golden.base, *golden.experts))
     fishers = [in_dtype({n: f[n] for n in names if n in f}, dtype) for f in golden.fishers]
-    statistics = {kind: {"fisher": fishers, "gram": golden.grams}[kind] for kind in method.side_inputs}
+    statistics = {
+        side_input: {"fisher": fishers, "gram": golden.grams}[side_input] for side_input in method.side_inputs
+    }
 
     merged = merge_state_dicts(base, experts, method, statistics=statistics, dtype=F64)
 

@@ -248,9 +248,9 @@ def test_a_weight_that_is_no_number_is_refused(weight) -> None:
 
 
 def test_an_inner_method_is_one() -> None:
-    for kind in (DARE, DELLA, Breadcrumbs):
+    for method in (DARE, DELLA, Breadcrumbs):
         with pytest.raises(InputError, match=r"inner is 0\.5"):
-            kind(inner=0.5)
+            method(inner=0.5)
 
 
 def test_different_values_under_tied_names_are_refused() -> None:

@@ -88,9 +88,10 @@ def test_both_layouts_of_a_mixture_merge_to_the_same(method: Method, dtype: torc
     base, *experts = ({n: v.to(dtype) for n, v in split_model(seed).items()} for seed in range(3))
     fishers = [{n: v.square() for n, v in split_model(seed).items()} for seed in (5, 6)]
     grams = [{n.removesuffix(".weight"): v.mT @ v for n, v in split_model(seed).items()} for seed in (7, 8)]
-    split = {kind: {"fisher": fishers, "gram": grams}[kind] for kind in method.side_inputs}
+    split = {side_input: {"fisher": fishers, "gram": grams}[side_input] for side_input in method.side_inputs}
     stacked = {
-        kind: {"fisher": [stack_model(f) for f in fishers], "gram": grams}[kind] for kind in method.side_inputs
+        side_input: {"fisher": [stack_model(f) for f in fishers], "gram": grams}[side_input]
+        for side_input in method.side_inputs
     }
     notes: dict = {}
     stacked_notes: dict = {}

@@ -35,7 +35,9 @@ def run(method: Method, base, experts, fishers, **options) -> dict[str, Tensor]:
     by_expert = {name: grams(name) for name in experts}
     masks = {name: {n: (v > 0.3).to(v) for n, v in fisher.items()} for name, fisher in fishers.items()}
     available = {"fisher": fishers, "gram": by_expert, "chained_gram": by_expert, "mask": masks}
-    statistics = {kind: {n: available[kind][n] for n in experts} for kind in method.side_inputs}
+    statistics = {
+        side_input: {n: available[side_input][n] for n in experts} for side_input in method.side_inputs
+    }
     return merge_state_dicts(base, experts, method, statistics=statistics, **options)
 
 

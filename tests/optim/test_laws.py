@@ -44,8 +44,8 @@ def test_every_public_optimizer_and_every_option_is_under_these_laws() -> None:
     assert {option for cls, option in built if cls == "MergOPT"} == {"laplace", "gaussian"}
 
 
-def issubclass_of_optimizer(thing: Any) -> bool:
-    return isinstance(thing, type) and issubclass(thing, torch.optim.Optimizer)
+def issubclass_of_optimizer(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
 
 
 def repr_of(make: Any) -> tuple[str, str]:

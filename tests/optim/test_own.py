@@ -42,10 +42,10 @@ def test_what_a_class_saves_joins_what_its_parents_save() -> None:
 
 
 def test_only_classes_that_say_so_are_recorded() -> None:
-    shipped = [kind for kind in vars(optim).values() if isinstance(kind, type)]
-    for kind in shipped:
-        if issubclass(kind, WrappedOptimizer):
-            assert kind.recordable, kind
+    shipped = [cls for cls in vars(optim).values() if isinstance(cls, type)]
+    for cls in shipped:
+        if issubclass(cls, WrappedOptimizer):
+            assert cls.recordable, cls
     assert MergOPT([torch.zeros(1, requires_grad=True)], base=torch_optim.SGD).replayable
 
     class Mine(MergOPT):

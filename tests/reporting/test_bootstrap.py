@@ -16,12 +16,12 @@ def drawn(record, shares: dict[str, float], size: int = 400, tasks: int = 2, see
         ease = random.random(size)
         for seed in range(seeds):
             for name, share in shares.items():
-                right = (ease + 0.2 * random.random(size) < share).astype(np.uint8)
-                made = record(
-                    merger=name, task=f"task{task}", seed=seed, value=float(right.mean()), expert_value=1.0
+                correct = (ease + 0.2 * random.random(size) < share).astype(np.uint8)
+                scored = record(
+                    merger=name, task=f"task{task}", seed=seed, value=float(correct.mean()), expert_value=1.0
                 )
-                records.append(made)
-                samples[made.evaluation_key] = right
+                records.append(scored)
+                samples[scored.evaluation_key] = correct
     return records, samples
 
 
@@ -50,9 +50,10 @@ def test_comparing_on_the_same_samples_sees_what_intervals_apart_would_not(recor
     better = base.copy()
     better[600:612] = 1
     records = [
-        record(merger=name, task="t", value=float(right.mean())) for name, right in (("a", base), ("b", better))
+        record(merger=name, task="t", value=float(correct.mean()))
+        for name, correct in (("a", base), ("b", better))
     ]
-    samples = {r.evaluation_key: right for r, right in zip(records, (base, better), strict=True)}
+    samples = {r.evaluation_key: correct for r, correct in zip(records, (base, better), strict=True)}
     a, b = add_intervals(build_table(records), samples).rows
     assert a.interval[1] > b.interval[0]
     assert not a.close
@@ -63,10 +64,10 @@ def test_seeds_that_disagree_widen_the_interval(record) -> None:
     records, samples = [], {}
     for seed, share in enumerate((0.5, 0.9, 0.7)):
         for merger in "ab":
-            right = (random.random(3000) < share).astype(np.uint8)
-            made = record(merger=merger, task="t", seed=seed, value=float(right.mean()))
-            records.append(made)
-            samples[made.evaluation_key] = right
+            correct = (random.random(3000) < share).astype(np.uint8)
+            scored = record(merger=merger, task="t", seed=seed, value=float(correct.mean()))
+            records.append(scored)
+            samples[scored.evaluation_key] = correct
     many = add_intervals(build_table(records), samples).rows[0].interval
     one = [r for r in records if r.seed == 0]
     few = add_intervals(build_table(one), samples).rows[0].interval

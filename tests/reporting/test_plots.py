@@ -159,8 +159,8 @@ def test_losses_stand_on_a_logarithmic_axis_and_accuracies_do_not(tmp_path):
     assert scales(CURVE) == ["log", "log", "linear"]
     assert scales([{"step": 0, "train_loss": 0.0}]) == ["linear"]
     (path,) = plots.draw_training({"": {"a": [CURVE[0], {"step": 9, "train_loss": 0.01}]}}, tmp_path)
-    labelled = ["labelExpr" in panel["layer"][0]["encoding"]["y"]["axis"] for panel in panels(path)]
-    assert labelled == [False, True, False], "within a decade every tick"
+    labeled = ["labelExpr" in panel["layer"][0]["encoding"]["y"]["axis"] for panel in panels(path)]
+    assert labeled == [False, True, False], "within a decade every tick"
 
 
 def test_a_figure_is_also_an_svg_and_a_pdf_for_papers_without_its_title_the_same_each_time(tmp_path, drawn):

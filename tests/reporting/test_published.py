@@ -33,7 +33,7 @@ def test_every_table_says_its_source_and_names_what_exists(source: str) -> None:
     options = {group: {f.stem for f in (find_conf_dir() / group).glob("*.yaml")} for group in
                ("backbone", "finetuning", "optimizer", "merger")}  # fmt: skip
     tasks = {file.stem for file in (find_conf_dir() / "task" / "clip").glob("*.yaml")}
-    texts = [f.stem for kind in ("trace", "glue") for f in (find_conf_dir() / "task").glob(f"{kind}_*")]
+    texts = [f.stem for prefix in ("trace", "glue") for f in (find_conf_dir() / "task").glob(f"{prefix}_*")]
     tasks |= {name.partition("_")[2] for name in texts}
     for table in _tables(source):
         rows = read_published(f"{source} {table}")

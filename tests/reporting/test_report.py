@@ -87,9 +87,9 @@ def test_a_run_folder_holds_the_views_and_what_they_are_drawn_from(written, stud
         "config.yaml",
         "curves.json",
         *(
-            f"figures/{name}.{kind}"
+            f"figures/{name}.{extension}"
             for name in ("coefficients", "heatmap", "mergers", "shares", "training")
-            for kind in KINDS
+            for extension in KINDS
         ),
         "leaderboard.csv",
         "leaderboard.tex",
@@ -182,8 +182,8 @@ def test_the_page_embeds_every_figure_with_a_text_for_it(written):
 def test_the_pages_table_holds_the_values_of_the_table_with_the_means_first(written):
     rows = Page(written.html.read_text()).rows
     assert rows[0] == ["model", "average", "normalized", "coefficient", "task0", "task1", "command"]
-    for (*shown, made), row in zip(rows[1:], written.table.rows, strict=False):
-        assert "python -m mergekit_lab '+experiment=a b' " in made
+    for (*shown, command), row in zip(rows[1:], written.table.rows, strict=False):
+        assert "python -m mergekit_lab '+experiment=a b' " in command
         assert shown == [
             row.label,
             row.average.text,
@@ -259,9 +259,9 @@ def test_a_second_report_leaves_no_figure_of_the_first_and_spares_foreign_ones(t
     (tmp_path / "figures" / "landscape.png").write_bytes(b"")
     report(tmp_path, study(1, 1), searches={})
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == [
-        *(f"heatmap.{kind}" for kind in KINDS),
+        *(f"heatmap.{extension}" for extension in KINDS),
         "landscape.png",
-        *(f"{name}.{kind}" for name in ("mergers", "training") for kind in KINDS),
+        *(f"{name}.{extension}" for name in ("mergers", "training") for extension in KINDS),
     ]
 
 

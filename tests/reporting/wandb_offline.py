@@ -19,10 +19,10 @@ def offline_records(folder):
         if (room := 32768 - position % 32768) < 7:
             position += room
             continue
-        _, length, kind = struct.unpack_from("<IHB", content, position)
+        _, length, record_type = struct.unpack_from("<IHB", content, position)
         message += content[position + 7 : position + 7 + length]
         position += 7 + length
-        if kind in (1, 4):  # a full record, or the last part of one
+        if record_type in (1, 4):  # a full record, or the last part of one
             record = Record()
             record.ParseFromString(message)
             records.append(record)

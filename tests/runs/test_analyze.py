@@ -150,20 +150,20 @@ def test_a_plane_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypatc
 
     _, store = trained
     options = ["analysis.points=4", "analysis.others=0.3"]
-    real, made = planes.evaluate_plane, []
+    real, counts = planes.evaluate_plane, []
 
     def cut(*args, start=0, **named):
         for count, row in enumerate(real(*args, start=start, **named)):
-            if len(made) == 2 and start == 0:
+            if len(counts) == 2 and start == 0:
                 raise KeyboardInterrupt
-            made.append(start + count)
+            counts.append(start + count)
             yield row
 
     monkeypatch.setattr(planes, "evaluate_plane", cut)
     with pytest.raises(KeyboardInterrupt):
         analyze(tmp_path / "cut", store, "landscape", *options)
     resumed = analyze(tmp_path / "resumed", store, "landscape", *options)
-    assert made == [0, 1, 2, 3]
+    assert counts == [0, 1, 2, 3]
     monkeypatch.setattr(planes, "evaluate_plane", real)
     shutil.rmtree(store / "analyses")
     whole = analyze(tmp_path / "whole", store, "landscape", *options)
@@ -175,12 +175,12 @@ def test_a_barrier_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypa
 
     _, store = trained
     options = ["analysis.points=4"]
-    real, made = paths.evaluate_line, []
+    real, lines = paths.evaluate_line, []
 
     def cut(model, weights, label, *args):
-        if made == ["digits"] and label == "latin" and not (tmp_path / "again").exists():
+        if lines == ["digits"] and label == "latin" and not (tmp_path / "again").exists():
             raise KeyboardInterrupt
-        made.append(label)
+        lines.append(label)
         return real(model, weights, label, *args)
 
     monkeypatch.setattr(paths, "evaluate_line", cut)
@@ -188,7 +188,7 @@ def test_a_barrier_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypa
         analyze(tmp_path / "cut", store, "barrier", *options)
     (tmp_path / "again").mkdir()
     assert list(analyze(tmp_path / "resumed", store, "barrier", *options)["tasks"]) == ["digits", "latin"]
-    assert made == ["digits", "latin"]
+    assert lines == ["digits", "latin"]
 
 
 @pytest.mark.parametrize(
@@ -323,13 +323,13 @@ def test_a_task_whose_expert_scores_zero_does_not_choose_the_coefficient(
     values = {"digits": {0.5: 0.8, 1.0: 0.4}, "latin": {0.5: 0.0, 1.0: 0.01}}
     own = {"digits": 0.8, "latin": 0.0}
 
-    def made(model, weights, label, alphas, tasks, size):
+    def evaluate(model, weights, label, alphas, tasks, size):
         def at(task, alpha):
             return own[task] if label in tasks else values[task][alpha]
 
         return {t: {"loss": [1.0] * len(alphas), "value": [at(t, a) for a in alphas]} for t in tasks}
 
-    monkeypatch.setattr(sweeps, "evaluate_line", made)
+    monkeypatch.setattr(sweeps, "evaluate_line", evaluate)
     (point,) = analyze(tmp_path / "a", trained[1], "expert_count", "analysis.samples=19")["points"]
     assert (point["coefficient"], point["normalized"], point["left_out"]) == (0.5, 1.0, ["latin"])
     assert point["value"] == pytest.approx(0.4)
@@ -434,10 +434,10 @@ def test_no_coefficient_is_chosen_on_test_where_fishers_shrink() -> None:
 
 
 def test_a_share_of_samples_is_whole_batches_and_one_at_least() -> None:
-    made = Curvature(
+    curvature = Curvature(
         kind=None, samples=None, fraction=0.005, batch=64, estimate="per_sample", sampled=False, chunk=8
     )
-    assert [made.count(images) for images in (3384, 19850, 60000)] == [64, 64, 256]
+    assert [curvature.count(images) for images in (3384, 19850, 60000)] == [64, 64, 256]
 
 
 def test_what_bfloat16_rounds_away_of_a_task_vector_is_counted() -> None:

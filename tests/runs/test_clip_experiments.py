@@ -268,15 +268,15 @@ def test_a_single_merger_of_another_experiment_is_its_groups(tmp_path: Path) -> 
 
 
 def test_searched_fields_are_open_and_checked_before_any_work(tmp_path: Path) -> None:
-    def made(fields: str) -> Run:
+    def compose_search(fields: str) -> Run:
         more = ["search=halving", "merger=ties", f"store.root={tmp_path}", f"search.fields={fields}"]
         return Run(*composed(["backbone=glyph_clip", *more])[:1], tmp_path, {"merger": "ties"})
 
-    assert made("{density: [0.3, 0.2]}").search.list_variants({"density": 0.1}) == [
+    assert compose_search("{density: [0.3, 0.2]}").search.list_variants({"density": 0.1}) == [
         {"density": 0.3},
         {"density": 0.2},
     ]
     with pytest.raises(InputError, match=r"search.fields.densty.*'density'"):
-        made("{densty: [0.3]}")
+        compose_search("{densty: [0.3]}")
     with pytest.raises(InputError, match="density"):
-        made("{density: [0.5, 7]}")
+        compose_search("{density: [0.5, 7]}")

@@ -148,10 +148,10 @@ def test_whole_numbers_enter_keys_as_what_they_are_read_as() -> None:
         overrides = [f"++{name}={one}" for name in keys] + [f"search.coefficients=[{one},2.5]"]
         kinds = ["optimizer=sam", "finetuning=lora", "merger=ties", "training.steps=1", "run_dir=run"]
         cfg, _ = composed([*kinds, *overrides])
-        made = with_floats(cfg, Main)
-        assert OmegaConf.is_struct(made) == OmegaConf.is_struct(cfg)
-        assert OmegaConf.is_interpolation(made.optimizer.base, "lr")
-        return plain(made)
+        settled_config = with_floats(cfg, Main)
+        assert OmegaConf.is_struct(settled_config) == OmegaConf.is_struct(cfg)
+        assert OmegaConf.is_interpolation(settled_config.optimizer.base, "lr")
+        return plain(settled_config)
 
     config = settled("1")
     assert json.dumps(config) == json.dumps(settled("1.0"))

@@ -65,13 +65,13 @@ def test_regmean_plusplus_takes_its_grams_in_the_merged_model(merged, tmp_path) 
     grams = keys(store, "grams")
     before = keys(store, "merged")
     go(tmp_path, store, "merger=regmean_plusplus", "joint=false", "stage=merge")
-    (made,) = keys(store, "merged") - before
+    (key,) = keys(store, "merged") - before
     assert keys(store, "grams") == grams
     records = read_records(merged[0] / "records.jsonl")
     experts = {
         r.task: store / "experts" / r.model_key / "model.safetensors" for r in records if r.kind == "expert"
     }
-    stored, (plain,) = open_checkpoint(store / "merged" / made), before
+    stored, (plain,) = open_checkpoint(store / "merged" / key), before
     first, last = (f"visual.transformer.resblocks.{n}.mlp.c_fc.weight" for n in (0, 1))
     other = open_checkpoint(store / "merged" / plain)
     mean = sum(open_checkpoint(path)["visual.conv1.weight"] for path in experts.values()) / len(experts)
@@ -102,8 +102,10 @@ def test_fractions_and_samples_name_other_artifacts(merged, tmp_path) -> None:
     assert {n: s.shape for n, s in fisher.specs.items()} == {n: s.shape for n, s in expert.specs.items()}
 
 
-@pytest.mark.parametrize(("kind", "function"), [("fisher", "diagonal_fisher"), ("gram", "input_grams")])
-def test_out_of_memory_begins_anew_with_smaller_chunks(merged, tmp_path, monkeypatch, kind, function) -> None:
+@pytest.mark.parametrize(("side_input", "function"), [("fisher", "diagonal_fisher"), ("gram", "input_grams")])
+def test_out_of_memory_begins_anew_with_smaller_chunks(
+    merged, tmp_path, monkeypatch, side_input, function
+) -> None:
     import mergekit_lab.runs.curvature as room
 
     _, store = merged
@@ -123,22 +125,28 @@ def test_out_of_memory_begins_anew_with_smaller_chunks(merged, tmp_path, monkeyp
 
         return computed
 
-    shared = ["stage=curvature", f"curvature={kind}", "merger=average", "only=[digits]", "curvature.samples=7"]
+    shared = [
+        "stage=curvature",
+        f"curvature={side_input}",
+        "merger=average",
+        "only=[digits]",
+        "curvature.samples=7",
+    ]
     monkeypatch.setattr(room, function, crowded(0))
     with pytest.raises(
-        InputError, match=rf"the {kind} of digits does not fit .*curvature.chunk=1 .*device=cpu"
+        InputError, match=rf"the {side_input} of digits does not fit .*curvature.chunk=1 .*device=cpu"
     ):
         go(tmp_path / "a", store, *shared, "curvature.chunk=4")
     assert tried == [4, 2, 1]
-    before = keys(store, f"{kind}s")
+    before = keys(store, f"{side_input}s")
     monkeypatch.setattr(room, function, crowded(2))
     go(tmp_path / "b", store, *shared, "curvature.chunk=4")
-    (made,) = keys(store, f"{kind}s") - before
+    (key,) = keys(store, f"{side_input}s") - before
     monkeypatch.setattr(room, function, compute)
     other = tmp_path / "store"
     shutil.copytree(store / "experts", other / "experts")
     go(tmp_path / "c", other, *shared, "curvature.chunk=2")
-    file = f"{kind}s/{made}/{kind}.safetensors"
+    file = f"{side_input}s/{key}/{side_input}.safetensors"
     assert (store / file).read_bytes() == (other / file).read_bytes()
 
 
@@ -189,13 +197,13 @@ def test_masks_are_trained_in_the_merge(merged, tmp_path) -> None:
     before = {*(store / "merged").iterdir()}
     how = "{_target_: mergekit_lab.merging.Localization, epochs: 2, start: 0.5, lr: 1.0e+6}"
     go(tmp_path, store, "merger=localize_stitch", f"merger.learn={how}", "joint=false", "stage=merge")
-    (made,) = {*(store / "merged").iterdir()} - before
+    (mask_folder,) = {*(store / "merged").iterdir()} - before
     base = OpenClip("glyph-clip", "asset:glyph_clip").make_model().state_dict()
     experts = [
         store / "experts" / r.model_key for r in read_records(folder / "records.jsonl") if r.kind == "expert"
     ]
     untrained = merge_state_dicts(base, experts, LocalizeStitch(density=0.5))
-    stored, name = open_checkpoint(made), "visual.proj"
+    stored, name = open_checkpoint(mask_folder), "visual.proj"
     kept = [float((model[name] != base[name]).double().mean()) for model in (stored, untrained)]
     assert 0.05 < kept[0] < 1
     assert abs(kept[0] - kept[1]) > 0.02

@@ -45,8 +45,8 @@ def manifests(store: Path, kind: str) -> list[dict]:
 @pytest.mark.parametrize("finetuning", FINETUNINGS)
 def test_a_run_stores_experts_of_every_parametrization_under_the_bases_names(finetuning: str, tmp_path) -> None:
     overrides = ["stage=finetune", *ONLY_DIGITS, f"finetuning={finetuning}", "optimizer=asam"]
-    made = go(tmp_path / "run", tmp_path / "store", *overrides)
-    base, expert = BASE.make_model().state_dict(), load_state(made.need(declare_expert(made, "digits")))
+    run = go(tmp_path / "run", tmp_path / "store", *overrides)
+    base, expert = BASE.make_model().state_dict(), load_state(run.need(declare_expert(run, "digits")))
     assert {n: t.shape for n, t in expert.items()} == {n: t.shape for n, t in base.items()}
     moved = {n for n, t in base.items() if not torch.equal(expert[n], t)}
     projections = {n for n in base if n.endswith(("attn.in_proj_weight", "attn.out_proj.weight"))}
@@ -55,15 +55,15 @@ def test_a_run_stores_experts_of_every_parametrization_under_the_bases_names(fin
 
 def test_a_run_of_linearized_experts_evaluates_the_expansion_at_the_merged_weights(tmp_path) -> None:
     overrides = ["finetuning=linearized", "training.lr=1e-2", "merger=task_arithmetic", "joint=false"]
-    made = go(tmp_path / "run", tmp_path / "store", *overrides)
+    run = go(tmp_path / "run", tmp_path / "store", *overrides)
     (record,) = [r for r in read_records(tmp_path / "run/records.jsonl") if r.merger and r.task == "latin"]
     assert record.finetuning == "linearized"
     (merged,) = manifests(tmp_path / "store", "merged")
     assert merged["content"]["finetuning"] == {"_target_": "mergekit_lab.backbones.Linearized"}
-    state = load_state(made.store.find("merged", merged["content"]))
+    state = load_state(run.store.find("merged", merged["content"]))
 
     def rate(model) -> float:
-        return score(model, made.make_objective("latin"), "test").value
+        return score(model, run.make_objective("latin"), "test").value
 
     assert rate(linearize(BASE.make_model(), state)) == pytest.approx(record.value)
     dense = BASE.make_model()
@@ -73,10 +73,8 @@ def test_a_run_of_linearized_experts_evaluates_the_expansion_at_the_merged_weigh
 
 def test_fishers_of_linearized_experts_have_the_bases_names(tmp_path) -> None:
     overrides = ["finetuning=linearized", "merger=fisher", "joint=false", "training.steps=1"]
-    made = go(
-        tmp_path / "run", tmp_path / "store", *overrides, "training.warmup_steps=0", "curvature.samples=4"
-    )
-    fisher = load_state(made.need(declare_side_input(made, "fisher", "digits")), "fisher.safetensors")
+    run = go(tmp_path / "run", tmp_path / "store", *overrides, "training.warmup_steps=0", "curvature.samples=4")
+    fisher = load_state(run.need(declare_side_input(run, "fisher", "digits")), "fisher.safetensors")
     assert fisher.keys() == {n for n, t in BASE.make_model().state_dict().items() if t.is_floating_point()}
     assert all(float(t.max()) > 0 for t in fisher.values())
 
@@ -117,8 +115,8 @@ def test_a_budget_of_gradient_evaluations_gives_every_optimizer_the_steps_it_pay
 
 def test_an_equal_number_of_steps_is_the_same_expert_whatever_the_budget_was(tmp_path) -> None:
     def key(*overrides: str) -> str:
-        made = context(tmp_path, tmp_path, "training.steps=40", "training.warmup_steps=4", *overrides)
-        return declare_expert(made, "digits").key
+        run = context(tmp_path, tmp_path, "training.steps=40", "training.warmup_steps=4", *overrides)
+        return declare_expert(run, "digits").key
 
     assert key() == key("training.budget=gradient_evaluations")
     assert key("optimizer=sam") != key("optimizer=sam", "training.budget=gradient_evaluations")
@@ -139,9 +137,9 @@ def test_optimizers_that_average_plan_over_the_steps_of_their_budget(tmp_path) -
 def test_a_run_under_a_clock_says_so_and_the_joint_model_has_the_budget_of_all(tmp_path, caplog) -> None:
     overrides = ["training.budget=seconds", "training.seconds=0.3", "training.batch_size=4", "stage=finetune"]
     with caplog.at_level("INFO"):
-        made = go(tmp_path / "run", tmp_path / "store", *overrides)
+        run = go(tmp_path / "run", tmp_path / "store", *overrides)
     assert "not reproducible bit for bit" in caplog.text
-    assert plan_joint_settings(made).seconds == pytest.approx(0.6)
+    assert plan_joint_settings(run).seconds == pytest.approx(0.6)
     assert all(m["info"]["step"] >= 1 for m in manifests(tmp_path / "store", "experts"))
 
 
@@ -184,17 +182,17 @@ def test_what_does_not_go_together_is_refused_before_any_work(overrides, match: 
 def test_offsets_are_fitted_to_the_task_vectors_of_the_base_optimizers_experts(tmp_path, monkeypatch) -> None:
     store, only = tmp_path / "store", ["stage=finetune", *ONLY_DIGITS]
     fitted = [*only, "optimizer=mergopt", "optimizer.scale=fit"]
-    made = go(tmp_path / "run", store, *fitted)
+    run = go(tmp_path / "run", store, *fitted)
     plain = context(tmp_path, store, *only)
     pilot = load_state(plain.need(declare_expert(plain, "digits")))
     base = BASE.make_model().state_dict()
     wanted = fit_offset({n: pilot[n] - t for n, t in base.items()})
-    fit = made.need(declare_fit(made)).info
+    fit = run.need(declare_fit(run)).info
     assert (fit["loc"], fit["scale"]) == (wanted.loc, wanted.scale)
     settings = [f"optimizer.loc={wanted.loc!r}", f"optimizer.scale={wanted.scale!r}"]
     by_hand = go(tmp_path / "run", store, *only, "optimizer=mergopt", *settings)
     expert, same = (
-        load_state(made.need(declare_expert(made, "digits"))),
+        load_state(run.need(declare_expert(run, "digits"))),
         load_state(by_hand.need(declare_expert(by_hand, "digits"))),
     )
     assert all(torch.equal(expert[n], t) for n, t in same.items())
@@ -202,4 +200,4 @@ def test_offsets_are_fitted_to_the_task_vectors_of_the_base_optimizers_experts(t
     monkeypatch.setattr("mergekit_lab.training.fit.finetune", None)
     go(tmp_path / "run", store, *fitted)
     changed = context(tmp_path, store, *fitted, "optimizer.base.eps=1e-7")
-    assert declare_expert(changed, "digits").key != declare_expert(made, "digits").key
+    assert declare_expert(changed, "digits").key != declare_expert(run, "digits").key

@@ -135,19 +135,20 @@ def test_scores_are_those_of_the_harness_s_own_command_line(inputs, tmp_path, mo
 
 @beside_harness
 @pytest.mark.parametrize(
-    ("kind", "how"), [("llama", {"apply_chat_template": True, "num_fewshot": 1}), ("t5", {"limit": 0.5})]
+    ("architecture", "how"),
+    [("llama", {"apply_chat_template": True, "num_fewshot": 1}), ("t5", {"limit": 0.5})],
 )
-def test_settings_and_models_mean_what_they_mean_to_the_harness(inputs, tmp_path, kind, how) -> None:
+def test_settings_and_models_mean_what_they_mean_to_the_harness(inputs, tmp_path, architecture, how) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    folder = save_tiny(tmp_path, "t5") if kind == "t5" else inputs / "names"
+    folder = save_tiny(tmp_path, "t5") if architecture == "t5" else inputs / "names"
     reference = simple_evaluate(
         "hf", {"pretrained": str(folder), "dtype": "float32"}, tasks=["pick"], device="cpu",
         task_manager=TaskManager(include_path=str(inputs / "tasks"), include_defaults=False), bootstrap_iters=0,
         **how,
     )  # fmt: skip
-    backbone = tiny_backbone(folder, kind)
+    backbone = tiny_backbone(folder, architecture)
     task = HarnessTask("pick", include_path=str(inputs / "tasks"), **how)
     ours = score_with_harness(backbone.make_model(), backbone.load_tokenizer(), task)
     assert ours.samples["acc"] == [sample["acc"] for sample in reference["samples"]["pick"]]

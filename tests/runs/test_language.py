@@ -35,23 +35,28 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {kind: save_tiny(tmp_path_factory.mktemp(kind), kind) for kind in ("llama", "t5")}
+    return {
+        architecture: save_tiny(tmp_path_factory.mktemp(architecture), architecture)
+        for architecture in ("llama", "t5")
+    }
 
 
-def configured(folder, kind, store, *more):
-    backbone = "hf_seq2seq" if kind == "t5" else "hf_causal"
+def configured(folder, architecture, store, *more):
+    backbone = "hf_seq2seq" if architecture == "t5" else "hf_causal"
     overrides = [f"backbone={backbone}", f"backbone.source={folder}", *SMALL, f"store.root={store}", *more]
     cfg, choices = composed(overrides)
     check(cfg)
     return cfg, choices
 
 
-@pytest.mark.parametrize("kind", ["llama", "t5"])
-def test_a_run_over_language_models_ends_in_records_of_their_metric(kind, folders, tmp_path) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_a_run_over_language_models_ends_in_records_of_their_metric(architecture, folders, tmp_path) -> None:
     mergers = ["backbone.note='random weights'"]
     mergers += [f"+merger@mergers.{name}={name}" for name in ("task_arithmetic", "epimer", "regmean")]
     mergers += [f"mergers.{name}.coefficient=0.5" for name in ("task_arithmetic", "epimer")]
-    cfg, choices = configured(folders[kind], kind, tmp_path / "store", "training.lr=1e-2", *mergers)
+    cfg, choices = configured(
+        folders[architecture], architecture, tmp_path / "store", "training.lr=1e-2", *mergers
+    )
     start(cfg, tmp_path / "run", choices, [])
     records = read_records(tmp_path / "run/records.jsonl")
     assert {r.metric for r in records} == {"accuracy"}
@@ -82,8 +87,8 @@ def test_what_is_shown_to_a_model_names_its_expert_and_how_it_answers_only_its_s
     assert keys("suite.tasks.stories.max_new_tokens=3")[0] == expert
 
 
-def _args(made, folder):
-    cfg, choices = made
+def _args(composition, folder):
+    cfg, choices = composition
     return cfg, folder, choices
 
 
@@ -103,17 +108,19 @@ def test_epochs_are_steps_of_each_tasks_own_data(folders, tmp_path) -> None:
 
 
 def test_epochs_may_name_tasks_that_are_left_out_but_no_slip(folders, tmp_path) -> None:
-    def made(epochs):
+    def compose_budget(epochs):
         return Run(
             *_args(configured(folders["llama"], "llama", tmp_path, f"training.epochs_of={epochs}"), tmp_path)
         )
 
-    assert plan_settings(made("{stories: 2, quantities_old: 3, quantities: 1}"), "stories").steps == 12
+    assert (
+        plan_settings(compose_budget("{stories: 2, quantities_old: 3, quantities: 1}"), "stories").steps == 12
+    )
     for epochs in ("{storeis: 1}", "{storeis: 1, quantities: 2}"):
         with pytest.raises(InputError, match=r"'storeis'.*'stories'"):
-            made(epochs)
+            compose_budget(epochs)
     with pytest.raises(InputError, match="'elsewhere'"):
-        made("{elsewhere: 1}")
+        compose_budget("{elsewhere: 1}")
 
 
 @pytest.mark.parametrize(
@@ -133,10 +140,10 @@ def test_epochs_may_name_tasks_that_are_left_out_but_no_slip(folders, tmp_path) 
 def test_processes_that_would_wait_for_each_other_for_ever_are_refused(
     settings, match, folders, tmp_path
 ) -> None:
-    made = configured(folders["llama"], "llama", tmp_path, "trainer=fsdp", "trainer.processes=2",
+    composition = configured(folders["llama"], "llama", tmp_path, "trainer=fsdp", "trainer.processes=2",
                       "trainer.accelerator=cpu", *settings)  # fmt: skip
     with pytest.raises(InputError, match=match):
-        Run(*_args(made, tmp_path))
+        Run(*_args(composition, tmp_path))
 
 
 def test_a_linearized_model_that_would_compute_activations_again_is_refused(folders, tmp_path) -> None:
@@ -155,10 +162,10 @@ def test_experts_of_several_optimizers_are_merged(folders, tmp_path) -> None:
     assert declare_expert(mixed, "quantities").content != declare_expert(alone, "quantities").content
 
 
-@pytest.mark.parametrize("kind", ["llama", "t5"])
-def test_padding_is_in_no_gram(kind, folders, tmp_path) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_padding_is_in_no_gram(architecture, folders, tmp_path) -> None:
     asked = ["stage=[finetune,curvature]", "curvature=gram", "curvature.samples=3", "only=[stories]"]
-    cfg, choices = configured(folders[kind], kind, tmp_path / "store", *asked)
+    cfg, choices = configured(folders[architecture], architecture, tmp_path / "store", *asked)
     start(cfg, tmp_path / "run", choices, [])
     context = Run(cfg, tmp_path, choices)
     (file,) = (tmp_path / "store/grams").glob("*/gram.safetensors")
@@ -180,9 +187,9 @@ def test_padding_is_in_no_gram(kind, folders, tmp_path) -> None:
     assert float((grams[layer] - wanted).norm() / wanted.norm()) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["llama", "t5"])
-def test_padding_is_no_feature_of_a_text(kind, folders) -> None:
-    backbone = tiny_backbone(folders[kind], kind)
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_padding_is_no_feature_of_a_text(architecture, folders) -> None:
+    backbone = tiny_backbone(folders[architecture], architecture)
     model, objective = backbone.make_model(), backbone.make_objective(Colors())
     base = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ends = {}
@@ -190,7 +197,7 @@ def test_padding_is_no_feature_of_a_text(kind, folders) -> None:
         torch.manual_seed(ord(name))
         ends[name] = {n: t + 0.2 * torch.randn_like(t) for n, t in base.items()}
     weights, samples = Weights(model, base, ends), [Sample(objective, "train", torch.arange(5))]
-    blocks = find_blocks(model) | ({"decoder.block.0": model.decoder.block[0]} if kind == "t5" else {})
+    blocks = find_blocks(model) | ({"decoder.block.0": model.decoder.block[0]} if architecture == "t5" else {})
 
     def ctl(size: int) -> dict[str, float]:
         return cross_task_linearity(model, blocks, weights, ("a", "b"), samples, batch_size=size)

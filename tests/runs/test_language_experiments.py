@@ -32,7 +32,10 @@ SWEEPS = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {kind: save_tiny(tmp_path_factory.mktemp(kind), kind) for kind in ("llama", "t5")}
+    return {
+        architecture: save_tiny(tmp_path_factory.mktemp(architecture), architecture)
+        for architecture in ("llama", "t5")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -144,12 +147,12 @@ def test_answers_on_glue_are_texts_of_the_models_own_as_in_the_paper() -> None:
 def test_a_run_stands_beside_the_numbers_of_its_own_settings_alone(more, tables, tmp_path) -> None:
     suite = ["suite=trace2", "suite.name=c_stance+fomc"]
     cfg, choices = composed(["+experiment=llama32_1b_trace_mergopt", *suite, *more])
-    made = Run(cfg, tmp_path, choices)
+    setup = Run(cfg, tmp_path, choices)
     axes = {axis: choices[axis] for axis in ("backbone", "finetuning", "optimizer")}
     settings = {
         (row.table, row.setting)
         for name in cfg.published
-        for row in set_beside(name, lambda *_: 1.0, axes, partial(published.have_settings, made), made.tasks)
+        for row in set_beside(name, lambda *_: 1.0, axes, partial(published.have_settings, setup), setup.tasks)
     }
     assert " ".join(sorted({table for table, _ in settings}, key=int)) == tables
     assert len([setting for table, setting in settings if table == "22"]) <= 1
@@ -167,9 +170,9 @@ def test_recipes_compose_with_the_epochs_of_their_own_tasks(tmp_path) -> None:
         assert steps_by_task["fomc"] == round(3 * context.tasks["fomc"].count("train") / 8) >= steps
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "t5"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "t5"])
 def test_a_merged_folder_reloads_with_equal_logits_and_keeps_template_and_generation_settings(
-    kind, tmp_path
+    architecture, tmp_path
 ) -> None:
     import torch
     from language import Colors, tiny_backbone
@@ -177,8 +180,8 @@ def test_a_merged_folder_reloads_with_equal_logits_and_keeps_template_and_genera
 
     from mergekit_lab.checkpoints import open_checkpoint, write_tensors
 
-    base = save_tiny(tmp_path / "base", kind, torch.bfloat16)
-    backbone = tiny_backbone(base, kind, dtype="bfloat16")
+    base = save_tiny(tmp_path / "base", architecture, torch.bfloat16)
+    backbone = tiny_backbone(base, architecture, dtype="bfloat16")
     for seed, expert in enumerate(("one", "two")):
         torch.manual_seed(seed + 1)
         (tmp_path / expert).mkdir()
@@ -200,12 +203,12 @@ def test_a_merged_folder_reloads_with_equal_logits_and_keeps_template_and_genera
             for n, t in first.items()
         }
     )
-    loader = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
+    loader = AutoModelForSeq2SeqLM if architecture == "t5" else AutoModelForCausalLM
     loaded = loader.from_pretrained(tmp_path / "out")
     batch = backbone.make_objective(Colors()).make_batch("train", torch.arange(3))
     with torch.no_grad():
         assert torch.equal(loaded.eval()(**batch).logits, wanted(**batch).logits)
     assert loaded.generation_config.temperature == 0.7
     shown = [{"role": "user", "content": "hello"}]
-    made = AutoTokenizer.from_pretrained(tmp_path / "out").apply_chat_template(shown, tokenize=False)
-    assert made == "<|user|>hello<|end|>"
+    text = AutoTokenizer.from_pretrained(tmp_path / "out").apply_chat_template(shown, tokenize=False)
+    assert text == "<|user|>hello<|end|>"

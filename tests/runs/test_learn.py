@@ -54,8 +54,8 @@ def test_the_entropy_falls_and_the_model_is_made_of_what_was_learned(finished) -
     }
     base = OpenClip("glyph-clip", "asset:glyph_clip").make_model().state_dict()
     stored = open_checkpoint(store / "merged" / key)
-    made = merge_state_dicts(base, experts, AdaMerging(weights=weights))
-    assert all(torch.equal(stored[name], value) for name, value in made.items())
+    merged_again = merge_state_dicts(base, experts, AdaMerging(weights=weights))
+    assert all(torch.equal(stored[name], value) for name, value in merged_again.items())
     unlearned = merge_state_dicts(base, experts, TaskArithmetic(coefficient=0.3))
     assert any(not torch.equal(stored[name], value) for name, value in unlearned.items())
 
@@ -129,8 +129,8 @@ def test_weights_are_searched_on_validation_and_the_model_is_made_of_the_best(
     experts = {r.task: store / "experts" / r.model_key for r in records if r.kind == "expert"}
     base = OpenClip("glyph-clip", "asset:glyph_clip").make_model().state_dict()
     method = DARE(inner=TaskArithmetic(coefficient=1.0, weights=weights))
-    made = merge_state_dicts(base, experts, method)
-    assert all(torch.equal(stored[name], value) for name, value in made.items())
+    merged_again = merge_state_dicts(base, experts, method)
+    assert all(torch.equal(stored[name], value) for name, value in merged_again.items())
 
 
 @pytest.mark.parametrize(

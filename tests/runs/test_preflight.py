@@ -143,8 +143,8 @@ def test_published_state_dicts_take_the_place_of_training(prefix: str, data, tmp
     more = ["backbone=glyph_clip", f"experts={tmp_path}", "joint=false", "stage=[finetune,evaluate]"]
     cfg, choices = composed(overrides(data, tmp_path / "store", *more))
     start(cfg, tmp_path / "run", choices, [])
-    made = next((tmp_path / "store").glob("experts/*/model.safetensors"))
-    stored = load_file(made)
+    file = next((tmp_path / "store").glob("experts/*/model.safetensors"))
+    stored = load_file(file)
     assert all(torch.equal(stored[name], tensor) for name, tensor in state.items())
     torch.save(torch.nn.Linear(2, 2), tmp_path / "eurosat.pt")
     with pytest.raises(InputError, match="the expert of eurosat"):

@@ -165,15 +165,18 @@ def test_only_what_decides_an_expert_makes_a_new_one(finished, tmp_path) -> None
         run = Run(*composed([*TINY, f"store.root={store}", *overrides])[:1], tmp_path, {"optimizer": "adamw"})
         return {task: declare_expert(run, task).key for task in run.tasks}
 
-    made = keys()
-    assert all((store / "experts" / key).is_dir() for key in made.values())
-    assert keys("merger=ties", "search=none", "logger=csv", "evaluation_batch_size=7", "joint=false") == made
+    keys_before = keys()
+    assert all((store / "experts" / key).is_dir() for key in keys_before.values())
+    assert (
+        keys("merger=ties", "search=none", "logger=csv", "evaluation_batch_size=7", "joint=false")
+        == keys_before
+    )
     others = [["training.lr=1e-4"], ["seed=1"], ["optimizer=sam"], ["optimizer=sam", "optimizer.rho=0.1"]]
     new = {key for each in others for key in keys(*each).values()}
-    assert len(new - set(made.values())) == 2 * len(others)
+    assert len(new - set(keys_before.values())) == 2 * len(others)
     of_digits = keys("suite.tasks.digits.seed=5")
-    assert of_digits["latin"] == made["latin"]
-    assert of_digits["digits"] != made["digits"]
+    assert of_digits["latin"] == keys_before["latin"]
+    assert of_digits["digits"] != keys_before["digits"]
 
 
 def test_a_stage_whose_input_is_missing_says_which_to_run(tmp_path) -> None:
@@ -320,8 +323,8 @@ def test_a_disk_that_is_full_in_training_or_a_merge_says_so_and_loses_nothing(
     assert count(store, kind) == 0
     assert list((store / "locks").iterdir()) == []
     go(tmp_path / "run", store, *asked)
-    (made,) = (store / kind).glob("*/model.safetensors")
-    assert made.read_bytes() == (whole / made.relative_to(store)).read_bytes()
+    (model_file,) = (store / kind).glob("*/model.safetensors")
+    assert model_file.read_bytes() == (whole / model_file.relative_to(store)).read_bytes()
 
 
 def test_a_stored_head_with_a_flipped_bit_is_refused_by_name(finished, tmp_path) -> None:

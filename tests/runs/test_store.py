@@ -70,8 +70,8 @@ def test_a_key_that_is_not_found_is_explained_by_the_first_difference(folder, ca
         assert "(latin): the nearest is" in latin
         assert "'latin' and there 'digits'" in latin, "what differs comes before how much"
         caplog.clear()
-        (made,) = (folder / "store/experts").iterdir()
-        made.rename(made.with_name("0" * 24))  # as another schema would call it
+        (folder_of_key,) = (folder / "store/experts").iterdir()
+        folder_of_key.rename(folder_of_key.with_name("0" * 24))  # as another schema would call it
         command(folder, "store.action=explain", "store.kind=experts")
         assert "(digits): 000000000000 has the same content" in caplog.text
         command(folder, "store.action=explain", "store.kind=fits")
@@ -254,8 +254,8 @@ def test_an_exported_expert_of_a_language_model_loads_by_from_pretrained(tmp_pat
 def test_an_export_s_card_shows_names_as_they_are_and_nothing_of_them_is_markup() -> None:
     name = "<script>alert(1)</script> [x](javascript:alert(1)) `c` **b** |"
     content = {"task": f"{name}\n```\n{name}"}
-    made = Artifact("experts", "0" * 24, Path("x"), {}, content=content, created="2026-01-02T03:04:05Z")
-    card = make_card(made, False, name, {})
+    artifact = Artifact("experts", "0" * 24, Path("x"), {}, content=content, created="2026-01-02T03:04:05Z")
+    card = make_card(artifact, False, name, {})
     tokens = markdown_it.MarkdownIt("gfm-like", {"linkify": False}).parse(card.partition("---\n# ")[2])
     inline = [child.type for token in tokens for child in token.children or ()]
     assert set(inline) == {"text"}

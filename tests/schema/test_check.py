@@ -208,9 +208,9 @@ def test_a_value_is_shown_in_short() -> None:
 
 def test_a_whole_number_is_a_float_where_one_is_declared() -> None:
     cfg = OmegaConf.create({"group": {"count": 1, "share": 1, "pair": [1, 2], "levels": {"a": {"b": 3}}}})
-    made = with_floats(cfg, Top).group
-    assert type(made.count) is int
-    assert [type(value) for value in (made.share, *made.pair, made.levels.a.b)] == [float] * 4
+    group = with_floats(cfg, Top).group
+    assert type(group.count) is int
+    assert [type(value) for value in (group.share, *group.pair, group.levels.a.b)] == [float] * 4
 
 
 def test_a_shipped_run_passes() -> None:

@@ -45,8 +45,8 @@ def test_what_exists_is_found_and_not_made_again(tmp_path) -> None:
 
 
 def test_the_manifest_explains_the_artifact(tmp_path) -> None:
-    made = Store(tmp_path).obtain("experts", CONTENT, maker([]))
-    manifest = json.loads(made.find_file("manifest.json").read_text())
+    artifact = Store(tmp_path).obtain("experts", CONTENT, maker([]))
+    manifest = json.loads(artifact.find_file("manifest.json").read_text())
     assert manifest["content"] == CONTENT
     assert set(manifest["files"]) == {"model.txt"}
     assert len(manifest["files"]["model.txt"]) == 64
@@ -76,9 +76,9 @@ def test_a_maker_that_fails_publishes_nothing_and_finds_its_resume_files_again(t
 
 @pytest.mark.parametrize("text", ["{", "", "null", "[]", '"x"', "{}"])
 def test_a_damaged_manifest_is_named_with_the_way_out(tmp_path, text) -> None:
-    made = Store(tmp_path).obtain("experts", CONTENT, maker([]))
-    made.find_file("manifest.json").write_text(text)
-    with pytest.raises(InputError, match=f"delete the folder .*{made.key}"):
+    artifact = Store(tmp_path).obtain("experts", CONTENT, maker([]))
+    artifact.find_file("manifest.json").write_text(text)
+    with pytest.raises(InputError, match=f"delete the folder .*{artifact.key}"):
         Store(tmp_path).find("experts", CONTENT)
     assert list(Store(tmp_path).list_artifacts()) == []
 
@@ -91,8 +91,8 @@ def test_a_store_that_cannot_be_written_says_so(tmp_path) -> None:
 
 def test_a_folder_without_a_manifest_is_replaced(tmp_path) -> None:
     store, calls = Store(tmp_path), []
-    made = store.obtain("experts", CONTENT, maker(calls))
-    made.find_file("manifest.json").unlink()
+    artifact = store.obtain("experts", CONTENT, maker(calls))
+    artifact.find_file("manifest.json").unlink()
     again = store.obtain("experts", CONTENT, maker(calls))
     assert len(calls) == 2
     assert again.find_file("model.txt").read_text() == "weights"

@@ -176,56 +176,58 @@ def another_model(path: Path) -> None:
 @pytest.mark.parametrize("damage", [truncate, flip, another_model, Path.unlink])
 def test_a_damaged_checkpoint_is_named_when_it_is_read_and_by_verify(tmp_path, damage) -> None:
     store = Store(tmp_path)
-    made = store.obtain("experts", CONTENT, weights())
-    damage(made.folder / "model.safetensors")
+    stored = store.obtain("experts", CONTENT, weights())
+    damage(stored.folder / "model.safetensors")
     artifact = store.find("experts", CONTENT)
-    with pytest.raises(InputError, match=rf"stored experts {made.key} .*model.safetensors.*delete the folder"):
+    with pytest.raises(
+        InputError, match=rf"stored experts {stored.key} .*model.safetensors.*delete the folder"
+    ):
         artifact.find_file("model.safetensors")
     (artifact,) = find_damages(store.list_artifacts())
-    assert artifact.folder == made.folder
-    assert made.key in artifact.message
-    shutil.rmtree(made.folder)
+    assert artifact.folder == stored.folder
+    assert stored.key in artifact.message
+    shutil.rmtree(stored.folder)
     again = store.obtain("experts", CONTENT, weights())
-    assert again.files == made.files
+    assert again.files == stored.files
 
 
 def test_a_manifest_of_another_artifact_is_named_by_whoever_reads_it(tmp_path) -> None:
     store = Store(tmp_path)
-    made, other = (store.obtain("experts", CONTENT | {"seed": seed}, weights()) for seed in (0, 1))
-    shutil.copyfile(other.folder / "manifest.json", made.folder / "manifest.json")
+    artifact, other = (store.obtain("experts", CONTENT | {"seed": seed}, weights()) for seed in (0, 1))
+    shutil.copyfile(other.folder / "manifest.json", artifact.folder / "manifest.json")
     (damage,) = find_damages(store.list_artifacts())
-    assert f"{made.key} has the manifest of another artifact" in damage.message
-    with pytest.raises(InputError, match=f"{made.key} has a damaged manifest .*another artifact's"):
+    assert f"{artifact.key} has the manifest of another artifact" in damage.message
+    with pytest.raises(InputError, match=f"{artifact.key} has a damaged manifest .*another artifact's"):
         store.find("experts", CONTENT | {"seed": 0})
 
 
 def test_a_flipped_digit_of_what_an_evaluation_found_is_named(tmp_path) -> None:
     """Its value stands in the manifest alone."""
     store = Store(tmp_path)
-    made = store.obtain("evaluations", CONTENT, lambda workspace: {"value": 0.9125, "by": {3: [1, 2]}})
+    artifact = store.obtain("evaluations", CONTENT, lambda workspace: {"value": 0.9125, "by": {3: [1, 2]}})
     assert store.find("evaluations", CONTENT).info["value"] == 0.9125
-    manifest = made.folder / "manifest.json"
+    manifest = artifact.folder / "manifest.json"
     manifest.write_text(manifest.read_text().replace("0.9125", "0.1125"))
-    with pytest.raises(InputError, match=f"{made.key} has a damaged manifest .*not as it was published"):
+    with pytest.raises(InputError, match=f"{artifact.key} has a damaged manifest .*not as it was published"):
         store.find("evaluations", CONTENT)
     (damage,) = find_damages(find_unreadable(store))
-    assert damage.folder == made.folder
+    assert damage.folder == artifact.folder
 
 
 def test_a_link_to_nowhere_in_an_artifact_s_place_is_replaced(tmp_path) -> None:
-    made = Store(tmp_path).obtain("experts", CONTENT, weights())
-    elsewhere = made.folder.rename(tmp_path / "elsewhere")
-    made.folder.symlink_to(elsewhere)
+    artifact = Store(tmp_path).obtain("experts", CONTENT, weights())
+    elsewhere = artifact.folder.rename(tmp_path / "elsewhere")
+    artifact.folder.symlink_to(elsewhere)
     assert Store(tmp_path).find("experts", CONTENT).find_file("model.safetensors").is_file()
     shutil.rmtree(elsewhere)
     assert not Store(tmp_path).obtain("experts", CONTENT, weights()).reused
-    assert not made.folder.is_symlink()
+    assert not artifact.folder.is_symlink()
 
 
 def test_an_artifact_of_an_older_schema_is_sound(tmp_path) -> None:
-    made = Store(tmp_path).obtain("experts", CONTENT, weights())
-    manifest = json.loads((made.folder / "manifest.json").read_text())
-    old = made.folder.rename(made.folder.with_name(make_key(CONTENT, schema=0)))
+    artifact = Store(tmp_path).obtain("experts", CONTENT, weights())
+    manifest = json.loads((artifact.folder / "manifest.json").read_text())
+    old = artifact.folder.rename(artifact.folder.with_name(make_key(CONTENT, schema=0)))
     del manifest["digest"]  # which it had not yet
     (old / "manifest.json").write_text(json.dumps(manifest | {"schema": 0, "key": old.name}))
     assert Store(tmp_path).find("experts", CONTENT) is None
@@ -247,14 +249,14 @@ def test_the_nearest_artifact_and_its_first_difference_say_why_nothing_was_found
 
 def test_what_is_removed_is_not_found_and_age_counts_in_days(tmp_path) -> None:
     store = Store(tmp_path)
-    made = store.obtain("experts", CONTENT, weights())
+    artifact = store.obtain("experts", CONTENT, weights())
     (read,) = store.list_artifacts()
     assert is_older(read, 0)
     assert not is_older(read, 1)
     assert not is_older(read, 1e23)
     remove(store, read.folder)
     assert store.find("experts", CONTENT) is None
-    assert not made.folder.exists()
+    assert not artifact.folder.exists()
 
 
 def loop(path: Path) -> None:
@@ -295,7 +297,7 @@ def test_a_folder_that_may_not_be_listed_is_named(tmp_path, monkeypatch) -> None
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
 def test_what_a_user_may_not_read_is_no_damage_that_is_removed(tmp_path, monkeypatch, name) -> None:
-    made = Store(tmp_path).obtain("experts", CONTENT, weights())
+    stored = Store(tmp_path).obtain("experts", CONTENT, weights())
 
     def refuse(path, *rest):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
@@ -305,15 +307,15 @@ def test_what_a_user_may_not_read_is_no_damage_that_is_removed(tmp_path, monkeyp
     )
     with pytest.raises(InputError, match=r"\(Permission denied\)"):
         find_damages(Store(tmp_path).list_artifacts())
-    assert made.folder.is_dir()
+    assert stored.folder.is_dir()
 
 
 def test_what_is_no_kind_beside_the_artifacts_is_left_alone(tmp_path) -> None:
-    made = Store(tmp_path).obtain("experts", CONTENT, weights())
+    artifact = Store(tmp_path).obtain("experts", CONTENT, weights())
     (tmp_path / "README.txt").write_text("whose store this is")
     (tmp_path / "lost+found").symlink_to("/nowhere")
     (tmp_path / "experts/.nfs0001").write_text("")
-    assert [artifact.key for artifact in Store(tmp_path).list_artifacts()] == [made.key]
+    assert [artifact.key for artifact in Store(tmp_path).list_artifacts()] == [artifact.key]
     assert list(find_unreadable(Store(tmp_path))) == []
     (tmp_path / "fits").write_text("a file in a kind's place")
     for look in (Store(tmp_path).list_artifacts, lambda: find_unreadable(Store(tmp_path))):
@@ -326,14 +328,14 @@ def test_what_is_no_kind_beside_the_artifacts_is_left_alone(tmp_path) -> None:
 def test_what_stands_in_an_artifact_s_place_is_named_and_taken_out(tmp_path, make, name) -> None:
     """Nothing waits for a pipe."""
     store = Store(tmp_path)
-    made = store.obtain("experts", CONTENT, weights())
-    path = made.folder / name
+    artifact = store.obtain("experts", CONTENT, weights())
+    path = artifact.folder / name
     path.rename(tmp_path / ".away")
     make(path)
     wrong = find_damages([*store.list_artifacts(), *find_unreadable(store)])
-    assert {damage.folder for damage in wrong} == {made.folder}
-    remove(store, made.folder)
-    assert not os.path.lexists(made.folder)
+    assert {damage.folder for damage in wrong} == {artifact.folder}
+    remove(store, artifact.folder)
+    assert not os.path.lexists(artifact.folder)
     assert list((tmp_path / "work/removed").iterdir()) == []
     assert not store.obtain("experts", CONTENT, weights()).reused
 
@@ -375,17 +377,17 @@ def test_makers_find_nothing_but_files_and_folders_to_resume_from(tmp_path, make
 )
 def test_a_hostile_manifest_is_damage_like_any_other(tmp_path, text) -> None:
     store = Store(tmp_path)
-    made, other = (store.obtain("experts", CONTENT | {"seed": seed}, weights()) for seed in (0, 1))
-    (made.folder / "manifest.json").write_text(text)
+    artifact, other = (store.obtain("experts", CONTENT | {"seed": seed}, weights()) for seed in (0, 1))
+    (artifact.folder / "manifest.json").write_text(text)
     assert [artifact.key for artifact in store.list_artifacts()] == [other.key]
     (wrong,) = find_damages(find_unreadable(store))
-    assert wrong.folder == made.folder
+    assert wrong.folder == artifact.folder
     assert "damaged manifest" in wrong.message
     assert len(wrong.message) < 1000
-    with pytest.raises(InputError, match=f"{made.key} has a damaged manifest"):
+    with pytest.raises(InputError, match=f"{artifact.key} has a damaged manifest"):
         store.find("experts", CONTENT)
     with pytest.raises(InputError, match=r"manifest.json cannot be used"):
-        adopt(store, made.folder)
+        adopt(store, artifact.folder)
 
 
 def test_content_that_is_nested_without_end_names_nothing() -> None:
@@ -398,10 +400,10 @@ def test_content_that_is_nested_without_end_names_nothing() -> None:
 
 def test_a_removal_that_was_cut_is_listed_and_ended_by_the_next(tmp_path) -> None:
     store = Store(tmp_path)
-    made = store.obtain("experts", CONTENT, weights())
-    bytes_of_it = measure_size(made)
+    artifact = store.obtain("experts", CONTENT, weights())
+    bytes_of_it = measure_size(artifact)
     (tmp_path / "work/removed").mkdir(parents=True)
-    made.folder.rename(tmp_path / "work/removed/abc")  # and killed here
+    artifact.folder.rename(tmp_path / "work/removed/abc")  # and killed here
     (left,) = find_half_made(store)
     assert (left.kind, left.key) == ("removed", "abc")
     assert measure_size(left) == bytes_of_it
@@ -442,23 +444,23 @@ def test_content_and_files_may_have_names_that_are_no_unicode(tmp_path) -> None:
         return {}
 
     content = CONTENT | {"path": "\udcff", "name": "Ünïcode"}
-    made = Store(tmp_path).obtain("experts", content, make)
+    artifact = Store(tmp_path).obtain("experts", content, make)
     assert Store(tmp_path).find("experts", content).find_file("\udcff").read_text() == "x"
-    assert "Ünïcode" in (made.folder / "manifest.json").read_text()
+    assert "Ünïcode" in (artifact.folder / "manifest.json").read_text()
 
 
 def exported(tmp_path: Path) -> Path:
-    made = Store(tmp_path / "one").obtain("experts", CONTENT, weights())
-    shutil.copytree(made.folder, tmp_path / "out")
+    artifact = Store(tmp_path / "one").obtain("experts", CONTENT, weights())
+    shutil.copytree(artifact.folder, tmp_path / "out")
     return tmp_path / "out"
 
 
 def test_an_exported_folder_is_the_same_artifact_in_another_store(tmp_path) -> None:
     folder = exported(tmp_path)
-    made = adopt(Store(tmp_path / "two"), folder)
-    assert made.key == KEY
-    assert made.info["val_accuracy"] == 1.0
-    assert torch.equal(torch.tensor(1.0).expand(8, 8), _read(made.find_file("model.safetensors")))
+    artifact = adopt(Store(tmp_path / "two"), folder)
+    assert artifact.key == KEY
+    assert artifact.info["val_accuracy"] == 1.0
+    assert torch.equal(torch.tensor(1.0).expand(8, 8), _read(artifact.find_file("model.safetensors")))
 
 
 def _read(path: Path) -> torch.Tensor:

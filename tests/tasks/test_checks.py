@@ -14,11 +14,11 @@ from PIL import Image
 from mergekit_lab import InputError
 from mergekit_lab.tasks import check_task
 
-GREY = " ".join(["7"] * 48 * 48)
+GRAY = " ".join(["7"] * 48 * 48)
 
 
 def write_fer2013(folder: Path, *test: str, columns: str = "emotion,pixels,Usage") -> None:
-    train = [f"{i % 7},{GREY},Training" for i in range(14)]
+    train = [f"{i % 7},{GRAY},Training" for i in range(14)]
     (folder / "fer2013.csv").write_text("\n".join([columns, *train, *test]) + "\n")
 
 
@@ -74,7 +74,7 @@ def test_a_picture_beyond_pillows_limit_is_named_and_counted(tmp_path: Path, mon
 
 @pytest.mark.parametrize("pixels", ["7 7 seven 7", "7 7 7", "7 7 7 300", ""])
 def test_pixels_of_fer2013_that_are_none_are_named_and_counted(pixels: str, tmp_path: Path) -> None:
-    write_fer2013(tmp_path, f"0,{GREY},PublicTest", f"1,{pixels},PrivateTest")
+    write_fer2013(tmp_path, f"0,{GRAY},PublicTest", f"1,{pixels},PrivateTest")
     with pytest.raises(InputError, match=r"\(fer2013.csv,.*17\)"):
         published("fer2013", tmp_path).load_samples("test")
     assert check_task(published("fer2013", tmp_path)).parts["test"].corrupt == ["fer2013.csv, line 17"]
@@ -84,7 +84,7 @@ def test_fer2013_without_a_column_or_a_number_is_refused(tmp_path: Path) -> None
     write_fer2013(tmp_path, columns="emotion,pixels")
     with pytest.raises(InputError, match="has no column Usage"):
         published("fer2013", tmp_path).load_samples("test")
-    write_fer2013(tmp_path, f"glad,{GREY},PublicTest")
+    write_fer2013(tmp_path, f"glad,{GRAY},PublicTest")
     with pytest.raises(InputError, match=r"16.*emotion is 'glad'"):
         published("fer2013", tmp_path).load_samples("test")
     assert "the emotion is 'glad'" in check_task(published("fer2013", tmp_path)).wrong[0]
@@ -118,7 +118,7 @@ def refusals(name: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("label", "kind"),
+    ("label", "dtype"),
     [
         (1e300, pa.float64()),
         (float("nan"), pa.float64()),
@@ -127,9 +127,9 @@ def refusals(name: str, folder: Path) -> list[str]:
         (None, pa.int64()),
     ],
 )
-def test_a_label_that_numbers_no_class_is_named_by_its_row(label, kind, tmp_path: Path) -> None:
+def test_a_label_that_numbers_no_class_is_named_by_its_row(label, dtype, tmp_path: Path) -> None:
     images = [{"bytes": picture, "path": ""} for picture, _ in pictures(11, 10)]
-    table = pa.table({"image": images, "label": pa.array([*range(10), label], kind)})
+    table = pa.table({"image": images, "label": pa.array([*range(10), label], dtype)})
     for part in ("train", "test"):
         pq.write_table(table, tmp_path / f"{part}-0.parquet")
     assert all("train-0.parquet, row 10 has the label" in message for message in refusals("eurosat", tmp_path))
@@ -159,11 +159,11 @@ def add_to_tar(file: Path, **members: bytes | tarfile.TarInfo) -> None:
 
 @pytest.mark.parametrize("ending", ["cls", "png"])
 @pytest.mark.parametrize(
-    "kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE]
+    "member_type", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE]
 )
-def test_a_member_that_is_no_file_is_named(kind: bytes, ending: str, tmp_path: Path) -> None:
+def test_a_member_that_is_no_file_is_named(member_type: bytes, ending: str, tmp_path: Path) -> None:
     member = tarfile.TarInfo()
-    member.type, member.linkname = kind, f"odd.{ending}"
+    member.type, member.linkname = member_type, f"odd.{ending}"
     for part in ("train", "test"):
         add_to_tar(tmp_path / part / "0.tar", **{"cls": b"1", "png": encoded(3), ending: member})
     messages = refusals("eurosat", tmp_path)
@@ -190,8 +190,8 @@ def test_a_compressed_archive_is_refused_and_not_taken_for_pictures(tmp_path: Pa
     [
         (",,", "line 16: the usage is ''"),
         ("1", "line 16: the usage is None"),
-        (f",{GREY},Training", "line 16: the emotion is ''"),
-        (f"1{'0' * 30},{GREY},Training", "line 16: the emotion is '1000"),
+        (f",{GRAY},Training", "line 16: the emotion is ''"),
+        (f"1{'0' * 30},{GRAY},Training", "line 16: the emotion is '1000"),
     ],
 )
 def test_a_row_of_fer2013_that_is_none_is_named(line: str, fragment: str, tmp_path: Path) -> None:
@@ -204,15 +204,15 @@ def test_an_empty_file_of_fer2013_is_refused(tmp_path: Path) -> None:
     assert all("fer2013.csv has no column" in message for message in refusals("fer2013", tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["loop", "broken link", "pipe"])
-def test_what_stands_among_pictures_and_is_no_file_is_named(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("obstacle", ["loop", "broken link", "pipe"])
+def test_what_stands_among_pictures_and_is_no_file_is_named(obstacle: str, tmp_path: Path) -> None:
     for part in ("train", "test"):
         write_folders(tmp_path / part, pictures(20, 10), list(published("eurosat", tmp_path).classes))
     odd = tmp_path / "train" / "forest" / "odd.png"
-    if kind == "pipe":
+    if obstacle == "pipe":
         os.mkfifo(odd)
     else:
-        odd.symlink_to("odd.png" if kind == "loop" else "nothing.png")
+        odd.symlink_to("odd.png" if obstacle == "loop" else "nothing.png")
     assert all("train/forest/odd.png" in message for message in refusals("eurosat", tmp_path))
 
 

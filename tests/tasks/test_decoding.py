@@ -70,6 +70,6 @@ def test_postscript_by_the_name_of_a_picture_starts_no_ghostscript(tmp_path, mon
     assert not (tmp_path / "started").exists()
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM"])
-def test_the_formats_that_data_sets_have_are_read(kind: str) -> None:
-    assert decode(encoded(1, 30, 20, kind)).size == (30, 20)
+@pytest.mark.parametrize("picture_format", ["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM"])
+def test_the_formats_that_data_sets_have_are_read(picture_format: str) -> None:
+    assert decode(encoded(1, 30, 20, picture_format)).size == (30, 20)

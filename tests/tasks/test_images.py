@@ -68,7 +68,7 @@ def eurosat(**changes: object) -> HubImages:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_task_file_states_every_field_and_its_names_are_published_with_a_licence(file: Path) -> None:
+def test_a_task_file_states_every_field_and_its_names_are_published_with_a_license(file: Path) -> None:
     content = yaml.safe_load(file.read_text())
     assert set(content) - {"_target_"} == {field.name for field in fields(HubImages)} - {"keep"}
     assert content["source"] == f"${{sources.{file.stem}}}"
@@ -78,8 +78,8 @@ def test_a_task_file_states_every_field_and_its_names_are_published_with_a_licen
     assert len(set(task.classes)) == len(task.classes) == PUBLISHED_CLASSES[task.name]
     assert len(task.templates) == PUBLISHED_TEMPLATES[task.name]
     assets = Path(__file__).parents[2] / "mergekit_lab" / "assets" / "clip"
-    for kind, name in (("classes", task.class_names), ("templates", task.prompts)):
-        assert "MIT" in (assets / kind / f"{name}.txt").read_text().splitlines()[0]
+    for asset, name in (("classes", task.class_names), ("templates", task.prompts)):
+        assert "MIT" in (assets / asset / f"{name}.txt").read_text().splitlines()[0]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

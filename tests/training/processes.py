@@ -65,10 +65,10 @@ def train(
     return None if done is None else {"state": done.state, "curve": done.curve}
 
 
-def train_language(kind: str, models: Path, resume: Path, **trainer: Any) -> dict[str, Any] | None:
+def train_language(architecture: str, models: Path, resume: Path, **trainer: Any) -> dict[str, Any] | None:
     """Weights and validation after four steps of a tiny language model."""
-    answering = "generate" if kind == "llama" else "choices"
-    backbone = tiny_backbone(models / kind, kind, answering=answering)
+    answering = "generate" if architecture == "llama" else "choices"
+    backbone = tiny_backbone(models / architecture, architecture, answering=answering)
     optimizer = partial(MergOPT, base=partial(torch.optim.SGD, lr=0.1, momentum=0.9), scale=0.01)
     settings = TrainingSettings(
         steps=4, batch_size=8, lr=0.1, weight_decay=0.0, validations=1, accumulate=2, keep="last"
@@ -118,9 +118,9 @@ def both(folder: str, models: str) -> None:
         train(name, folder_of_run, cut=5, strategy="fsdp", devices=2)
         results[f"fsdp {name} resumed"] = {"done": train(name, folder_of_run, strategy="fsdp", devices=2)}
     for strategy in ("ddp", "fsdp"):
-        for kind in LANGUAGE:
-            folder_of_run = Path(folder, strategy, kind)
-            results[f"{strategy} {kind}"] = train_language(
-                kind, Path(models), folder_of_run, strategy=strategy, devices=2
+        for architecture in LANGUAGE:
+            folder_of_run = Path(folder, strategy, architecture)
+            results[f"{strategy} {architecture}"] = train_language(
+                architecture, Path(models), folder_of_run, strategy=strategy, devices=2
             )
     torch.save(results, Path(folder, f"{os.environ['RANK']}.pt"))

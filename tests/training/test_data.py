@@ -84,9 +84,11 @@ class Short(Sized):
 
 
 def test_a_part_smaller_than_a_batch_is_gone_through_again_and_again() -> None:
-    for kind in (Short, ImageObjective):
+    for objective_class in (Short, ImageObjective):
         seen = torch.cat(
-            collect_indices(StepBatches({"a": kind(TinyTask(size=3), HEAD)}, batch_size=4, steps=3, seed=0))
+            collect_indices(
+                StepBatches({"a": objective_class(TinyTask(size=3), HEAD)}, batch_size=4, steps=3, seed=0)
+            )
         )
         assert [passed.sort().values.tolist() for passed in seen.split(3)] == [[0, 1, 2]] * 4
 

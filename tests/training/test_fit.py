@@ -170,11 +170,11 @@ def test_training_ends_without_another_checkpoint(tmp_path, head) -> None:
 @pytest.mark.parametrize("name", ["adamw", "asam", "ssamf", "wasam"])
 def test_what_training_held_is_free_when_it_has_ended(tmp_path, head, name) -> None:
     """The memory of moments and of copies of the weights, though Lightning's objects are still there."""
-    made = []
+    optimizers = []
 
     def make(named):
-        made.append(OPTIMIZERS[name](named))
-        return made[0]
+        optimizers.append(OPTIMIZERS[name](named))
+        return optimizers[0]
 
     def tensors():
         return [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.shape == (16, 48)]
@@ -188,7 +188,7 @@ def test_what_training_held_is_free_when_it_has_ended(tmp_path, head, name) -> N
     own = {t.data_ptr() for t in (*model.parameters(), *done.state.values())}
     assert [t.shape for t in tensors() if id(t) not in before and t.data_ptr() not in own] == []
     assert model.body[1].weight.grad is None
-    assert made
+    assert optimizers
 
 
 def test_a_diverging_run_stops_with_its_step_and_learning_rate(tmp_path, head) -> None:

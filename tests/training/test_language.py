@@ -23,13 +23,13 @@ class Cut(Exception):
     pass
 
 
-@pytest.mark.parametrize(("kind", "lora"), [("llama", True), ("qwen2", False), ("t5", False)])
-def test_a_cut_training_resumed_equals_the_uninterrupted_one_bit_for_bit(kind, lora, tmp_path) -> None:
+@pytest.mark.parametrize(("architecture", "lora"), [("llama", True), ("qwen2", False), ("t5", False)])
+def test_a_cut_training_resumed_equals_the_uninterrupted_one_bit_for_bit(architecture, lora, tmp_path) -> None:
     """Batches of like lengths or packed rows, dropout, recomputed activations, adapters: none has a state."""
-    folder = save_tiny(tmp_path / "model", kind)
+    folder = save_tiny(tmp_path / "model", architecture)
 
     def run(name, on_metrics=None):
-        backbone = tiny_backbone(folder, kind, **CASES[kind])
+        backbone = tiny_backbone(folder, architecture, **CASES[architecture])
         model = backbone.make_model()
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):

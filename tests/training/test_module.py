@@ -54,19 +54,19 @@ def run(folder, head, model, make_optimizer, settings, on_metrics=None, **traine
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_optimizer_trains_every_parametrization_for_two_steps(kind, tmp_path, head) -> None:
+@pytest.mark.parametrize("parametrization", KINDS)
+def test_every_optimizer_trains_every_parametrization_for_two_steps(parametrization, tmp_path, head) -> None:
     settings = TrainingSettings(steps=2, batch_size=8, lr=1e-2, weight_decay=0.1, validations=1, keep="last")
     base = Attentive().state_dict()
     for name, make in OPTIMIZERS.items():
-        model = KINDS[kind].make_trainable(Attentive(), seed=1)
+        model = KINDS[parametrization].make_trainable(Attentive(), seed=1)
         done = run(tmp_path / name, head, model, make, settings)
         model.load_state_dict(done.state)
-        expert = KINDS[kind].fold(model)
+        expert = KINDS[parametrization].fold(model)
         assert expert.keys() == base.keys()
         moved = {n for n, t in base.items() if not torch.equal(expert[n], t)}
         attention = {"attn.in_proj_weight", "attn.out_proj.weight"}
-        assert moved == (attention if kind in ("attention_linear", "lora") else set(base)), name
+        assert moved == (attention if parametrization in ("attention_linear", "lora") else set(base)), name
         assert all(torch.isfinite(t).all() for t in expert.values())
 
 

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
     folder: Path = tmp_path_factory.mktemp("models")
-    for kind in LANGUAGE:
-        save_tiny(folder / kind, kind)
+    for architecture in LANGUAGE:
+        save_tiny(folder / architecture, architecture)
     return folder
 
 
@@ -61,10 +61,12 @@ def test_a_sharded_run_that_was_cut_goes_on_bit_for_bit(ranks, name) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("kind", LANGUAGE)
-def test_a_language_model_in_two_processes_is_that_of_one(ranks, models, strategy, kind, tmp_path) -> None:
-    assert ranks[1][f"{strategy} {kind}"] is None
-    result, alone = ranks[0][f"{strategy} {kind}"], train_language(kind, models, tmp_path)
+@pytest.mark.parametrize("architecture", LANGUAGE)
+def test_a_language_model_in_two_processes_is_that_of_one(
+    ranks, models, strategy, architecture, tmp_path
+) -> None:
+    assert ranks[1][f"{strategy} {architecture}"] is None
+    result, alone = ranks[0][f"{strategy} {architecture}"], train_language(architecture, models, tmp_path)
     assert result["state"].keys() == alone["state"].keys()
     for name, value in alone["state"].items():
         torch.testing.assert_close(result["state"][name], value, rtol=0, atol=2e-5)
