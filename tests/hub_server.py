@@ -146,7 +146,7 @@ def _digest(file: Path) -> str:
 
 
 @contextmanager
-def serving(root: Path, cache: Path, monkeypatch: Any, full: bool = False) -> Iterator[list[str]]:
+def serve(root: Path, cache: Path, monkeypatch: Any, full: bool = False) -> Iterator[list[str]]:
     """Serve `root/models/<org>/<name>` and `root/datasets/…` as the hub, with a cache; gives what was asked."""
     asked: list[str] = []
     handler = type("Handler", (_Handler,), {"root": root, "asked": asked, "full": full})

@@ -18,7 +18,7 @@ CHAT = (
 )
 
 
-def byte_tokenizer() -> Any:
+def make_byte_tokenizer() -> Any:
     """A token a byte, and four of its own."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -33,7 +33,7 @@ def byte_tokenizer() -> Any:
     return byte_level
 
 
-def tiny_config(architecture: str) -> Any:
+def make_tiny_config(architecture: str) -> Any:
     from transformers import LlamaConfig, Qwen2Config, T5Config
 
     shape = {
@@ -58,7 +58,7 @@ def save_tiny(folder: Path, architecture: str, dtype: torch.dtype = torch.float3
 
     torch.manual_seed(0)
     loader = AutoModelForSeq2SeqLM if architecture == "t5" else AutoModelForCausalLM
-    model = loader.from_config(tiny_config(architecture), dtype=dtype)
+    model = loader.from_config(make_tiny_config(architecture), dtype=dtype)
     model.generation_config.temperature = 0.7
     model.generation_config.do_sample = True
     if architecture == "t5":
@@ -70,11 +70,11 @@ def save_tiny(folder: Path, architecture: str, dtype: torch.dtype = torch.float3
         file = folder / "config.json"
         config = json.loads(file.read_text()) | {"tie_word_embeddings": False}
         file.write_text(json.dumps({n: v for n, v in config.items() if n != "scale_decoder_outputs"}))
-    byte_tokenizer().save_pretrained(folder)
+    make_byte_tokenizer().save_pretrained(folder)
     return folder
 
 
-def tiny_backbone(folder: Path, architecture: str, **options: Any) -> LanguageModel:
+def make_tiny_backbone(folder: Path, architecture: str, **options: Any) -> LanguageModel:
     seq2seq = architecture == "t5"
     options = {"prompt": "plain" if seq2seq else "chat", "max_length": 96} | options
     return LanguageModel(source=str(folder), kind="seq2seq" if seq2seq else "causal", **options)
@@ -100,7 +100,7 @@ class Colors(TextTask):
         )
 
 
-def one_loss(backbone, architecture, prompt, answer, all_tokens=False):
+def compute_loss(backbone, architecture, prompt, answer, all_tokens=False):
     """The summed loss of one sample, without padding, straight from its text."""
     model, tok = backbone.make_model(), load_tokenizer(backbone.source)
     ids = lambda text: torch.tensor([tok(text, add_special_tokens=False).input_ids])  # noqa: E731

@@ -28,13 +28,13 @@ open("done", "w").close()
 """
 
 
-def closed_pipe() -> int:
+def open_closed_pipe() -> int:
     reader, writer = os.pipe()
     os.close(reader)
     return writer
 
 
-def full_disk() -> int:
+def open_full_disk() -> int:
     return os.open("/dev/full", os.O_WRONLY)
 
 
@@ -56,7 +56,7 @@ def run(folder: Path, lost: int, *command: str, both: bool = False) -> tuple[int
 
 
 @pytest.mark.parametrize("flags", [[], ["-u"]], ids=["buffered", "unbuffered"])
-@pytest.mark.parametrize("lost", [closed_pipe, full_disk])
+@pytest.mark.parametrize("lost", [open_closed_pipe, open_full_disk])
 def test_print_logging_and_rich_outlive_their_reader_and_say_so_once(tmp_path, lost, flags) -> None:
     code, errors = run(tmp_path, lost(), *flags, "-c", SPEAKING)
     assert code == 0
@@ -64,7 +64,7 @@ def test_print_logging_and_rich_outlive_their_reader_and_say_so_once(tmp_path, l
     assert errors.count("the output cannot be written") == len(errors.splitlines()) == 1
 
 
-@pytest.mark.parametrize("lost", [closed_pipe, full_disk])
+@pytest.mark.parametrize("lost", [open_closed_pipe, open_full_disk])
 def test_a_process_without_any_console_ends_well(tmp_path, lost) -> None:
     assert run(tmp_path, lost(), "-c", SPEAKING, both=True)[0] == 0
     assert (tmp_path / "done").exists()

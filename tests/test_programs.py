@@ -4,7 +4,7 @@ from dataclasses import fields
 from functools import cache
 
 import pytest
-from composing import composed, partition
+from composing import compose_config, split_arguments
 from omegaconf import OmegaConf, open_dict
 from programs import run_program, start_program
 
@@ -20,14 +20,14 @@ KEYS = {name: [field.name for field in fields(schema)] for name, schema in SCHEM
 
 
 @cache
-def configuration(program: str):
-    return composed([] if program == "run" else [f"+experiment={program}"])[0]
+def compose_program(program: str):
+    return compose_config([] if program == "run" else [f"+experiment={program}"])[0]
 
 
 @pytest.mark.parametrize("program", SCHEMAS)
 def test_a_program_refuses_the_keys_of_the_others_by_name(program: str) -> None:
     for key in sorted({key for keys in KEYS.values() for key in keys} - {*KEYS[program]}):
-        cfg = configuration(program).copy()
+        cfg = compose_program(program).copy()
         with open_dict(cfg):
             cfg[key] = None
         with pytest.raises(InputError, match=f"unknown key '{key}'"):
@@ -36,8 +36,8 @@ def test_a_program_refuses_the_keys_of_the_others_by_name(program: str) -> None:
 
 @pytest.mark.parametrize("program", SCHEMAS)
 def test_a_programs_file_has_every_key_that_it_reads_and_no_other(program: str) -> None:
-    assert set(configuration(program)) == set(KEYS[program])
-    check_against(configuration(program), SCHEMAS[program])
+    assert set(compose_program(program)) == set(KEYS[program])
+    check_against(compose_program(program), SCHEMAS[program])
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_programs_file_has_every_key_that_it_reads_and_no_other(program: str) 
     ],
 )
 def test_the_command_line_says_which_configuration_is_read(arguments: list[str], name: str | None) -> None:
-    options, overrides = partition(translate(arguments))
+    options, overrides = split_arguments(translate(arguments))
     assert options.get("--config-name") == name
     kept = [each for each in arguments if name is None or not each.endswith(f"={name}")]
     assert sorted(overrides) == sorted(kept)
@@ -68,7 +68,7 @@ def test_an_experiment_of_a_users_folder_may_be_for_a_command(tmp_path, monkeypa
 
 
 def test_a_command_that_fails_leaves_word_and_its_configuration(tmp_path) -> None:
-    cfg, choices = composed(["+experiment=expand", "base=nowhere"])
+    cfg, choices = compose_config(["+experiment=expand", "base=nowhere"])
     with pytest.raises(InputError, match="low_rank=<folder of factors>"):
         start(cfg, tmp_path, choices, ["base=nowhere"])
     assert "low_rank" in (tmp_path / "failure.json").read_text()

@@ -81,7 +81,7 @@ def test_processes_are_all_told_to_stop_before_one_is_waited_for() -> None:
     assert log == ["told"] * 3 + ["waited"] * 3
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Whether a process runs; one that has ended and that nobody has collected does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -104,8 +104,8 @@ def test_workers_end_when_their_parent_is_killed(tmp_path) -> None:
     parent = start_program(tmp_path, code=lines)
     try:
         wait_until(lambda: file.exists() and file.read_text() != "")
-        assert alive(int(file.read_text()))
+        assert is_alive(int(file.read_text()))
     finally:
         os.kill(parent.pid, signal.SIGKILL)
         parent.wait()
-    wait_until(lambda: not alive(int(file.read_text())))
+    wait_until(lambda: not is_alive(int(file.read_text())))

@@ -52,7 +52,7 @@ SENSITIVITY: dict[str, list[str]] = {
 }
 
 
-def cells() -> list[tuple[str, int]]:
+def list_cells() -> list[tuple[str, int]]:
     """What is to be run, the most important first."""
     order = [(arm, seed) for seed in SEEDS for arm in ARMS]
     for group in (KIN, EQUAL_COST, PARAMETRIZATIONS):
@@ -64,7 +64,7 @@ def cells() -> list[tuple[str, int]]:
     return order
 
 
-def overrides(arm: str, seed: int, store: Path, more: list[str]) -> list[str]:
+def make_overrides(arm: str, seed: int, store: Path, more: list[str]) -> list[str]:
     """The command line of a cell, without `python -m mergekit_lab`."""
     mergers = ["+merger@mergers.average=average"]
     for name in TUNED:
@@ -85,11 +85,18 @@ def run_cell(job: tuple[str, int, Path, list[str], float]) -> dict | None:
         return None
     begun = time.time()
     try:
-        scores = summary(*run_stages(overrides(arm, seed, store, more), store / "runs" / f"{arm}-{seed}"))
+        scores = summarize(
+            *run_stages(make_overrides(arm, seed, store, more), store / "runs" / f"{arm}-{seed}")
+        )
     except Exception as error:
         print(f"{arm} {seed} failed: {type(error).__name__}: {error}", flush=True)
         return None
-    return {"arm": arm, "seed": seed, "machine": machine(), "seconds": round(time.time() - begun, 1)} | scores
+    return {
+        "arm": arm,
+        "seed": seed,
+        "machine": describe_machine(),
+        "seconds": round(time.time() - begun, 1),
+    } | scores
 
 
 def run_stages(lines: list[str], folder: Path) -> tuple:
@@ -117,7 +124,7 @@ def run_stages(lines: list[str], folder: Path) -> tuple:
     return context, collect(context, read_evaluations(context))
 
 
-def summary(context: "Run", records: "Sequence[Record]") -> dict:
+def summarize(context: "Run", records: "Sequence[Record]") -> dict:
     """Accuracies by task, coefficients, validation curves, and the task vectors' size."""
     import torch
 
@@ -173,7 +180,7 @@ def main() -> None:
     kept = json.loads(options.out.read_text()) if options.out.exists() else {"fixed": FIXED, "cells": []}
     done = kept["cells"]
     ready = {(c["arm"], c["seed"]) for c in done}
-    order = cells()
+    order = list_cells()
     if options.arms:
         order = [(arm, seed) for seed in SEEDS for arm in options.arms if (arm, seed) in order]
     left = [cell for cell in order if cell not in ready][: options.limit]
@@ -194,7 +201,7 @@ def main() -> None:
             options.out.write_text(json.dumps(kept) + "\n")
 
 
-def machine() -> str:
+def describe_machine() -> str:
     import torch
 
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"

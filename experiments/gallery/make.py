@@ -57,7 +57,7 @@ class Gallery:
     def run(self, folder: str, *overrides: str) -> Path:
         """`python -m mergekit_lab`; returns where it wrote."""
         overrides_of_run = [*SETUP, *overrides]
-        self.commands[folder] = " ".join(["python -m mergekit_lab", *map(_quoted, overrides_of_run)])
+        self.commands[folder] = " ".join(["python -m mergekit_lab", *map(quote, overrides_of_run)])
         aside = [f"run_dir={self.work / folder}", "progress=false"]
         if self.store is not None:
             aside.append(f"store.root={self.store}")
@@ -97,7 +97,7 @@ class Gallery:
         self.keep(draw_analysis(title, panels, self.work / "figures" / name, **options)[0], name)
 
 
-def _quoted(override: str) -> str:
+def quote(override: str) -> str:
     return f"'{override}'" if set("[]{}") & set(override) else override
 
 
@@ -118,7 +118,7 @@ def report(g: Gallery) -> None:
         g.numbers[merger] = 100 * mean(shares)
 
 
-def planes(g: Gallery) -> None:
+def draw_planes(g: Gallery) -> None:
     """SAFT, Figures 1, 2, 4 and 5; MergOPT, Figure 2: one pass over each plane gives ξ and losses."""
     settings = [ON_PAIRS, "analysis.points=9", "analysis.samples=120"]
     for suffix, others in (("", 0.0), ("_all", 0.3)):
@@ -137,8 +137,8 @@ def planes(g: Gallery) -> None:
                 drawn["xi"].setdefault(name, []).append(Plane(title, xi))
                 drawn["loss"].setdefault(name, []).append(Plane(title, loss))
                 key = f"{name}{suffix}_{'_'.join(pair)}"
-                g.numbers[f"xi_{key}"] = _inside(xi, alphas)
-                g.numbers[f"loss_{key}"] = _inside(loss, alphas)
+                g.numbers[f"xi_{key}"] = average_inside(xi, alphas)
+                g.numbers[f"loss_{key}"] = average_inside(loss, alphas)
                 g.numbers[f"best_{key}"] = min(map(min, loss))
         others_fixed = "two experts" if not others else "other experts at 0.3"
         for what, title in (("xi", "Disentanglement error ξ (%)"), ("loss", "Joint loss of two tasks (nats)")):
@@ -154,13 +154,13 @@ def _sum(planes: Any) -> list[list[float]]:
     return [[sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*planes, strict=True)]
 
 
-def _inside(values: list[list[float]], alphas: list[float]) -> float:
+def average_inside(values: list[list[float]], alphas: list[float]) -> float:
     """The mean over the box in which coefficients are searched."""
     inside = [i for i, a in enumerate(alphas) if BOX[0] - 1e-9 <= a <= BOX[1] + 1e-9]
     return mean(values[i][j] for i in inside for j in inside)
 
 
-def linearity(g: Gallery) -> None:
+def draw_linearity(g: Gallery) -> None:
     """SAFT, Figures 3 and C1 (CTL by block), and Definition 2 (the joint loss between experts)."""
     names = ("adamw", "asam")
     analyses = {name: g.analyze("ctl", "analysis.samples=128", optimizer=name) for name in names}
@@ -190,7 +190,7 @@ def linearity(g: Gallery) -> None:
         g.numbers[f"jtl_{name}"] = mean(max(map(abs, entry["delta"])) for entry in ways[name]["pairs"])
 
 
-def barriers(g: Gallery) -> None:
+def draw_barriers(g: Gallery) -> None:
     """SAFT, Figure C2."""
     settings = ["merger=task_arithmetic", "analysis.points=9", "analysis.part=test", "analysis.samples=300"]
     analyses = {
@@ -209,7 +209,7 @@ def barriers(g: Gallery) -> None:
         g.numbers[f"gap_{name}"] = mean(e["loss"][0] - e["loss"][-1] for e in data["tasks"].values())
 
 
-def sharpness(g: Gallery) -> None:
+def draw_sharpness(g: Gallery) -> None:
     """SAFT, Figure D1."""
     settings = ["analysis.points=4", "analysis.samples=64", "analysis.iterations=15", "analysis.products=0"]
     curves = {}
@@ -225,7 +225,7 @@ def sharpness(g: Gallery) -> None:
     g.draw("hessian", "Largest eigenvalue of the loss's Hessian", [panel])
 
 
-def steps(g: Gallery) -> None:
+def draw_steps(g: Gallery) -> None:
     """SAFT, Table C1, and what a merge of the same experts reaches."""
     settings = ["analysis.shares=[0.2,1.0]", "analysis.coefficients=[0.4,0.7,1.0]", "analysis.samples=200"]
     analyses = {
@@ -233,15 +233,20 @@ def steps(g: Gallery) -> None:
         for name in ("adamw", "asam")
     }
 
-    def curves(value: Callable[[Any], float]) -> dict[str, Any]:
+    def collect_curves(value: Callable[[Any], float]) -> dict[str, Any]:
         return {
             OPTIMIZERS[name]: ([p["steps"] for p in data["points"]], [100 * value(p) for p in data["points"]])
             for name, data in analyses.items()
         }
 
     panels: list[Panel] = [
-        Lines("experts", "steps", "mean value (%)", curves(lambda p: mean(p["experts"].values()))),
-        Lines("merged", "steps", "mean value (%)", curves(lambda p: p["mergers"]["task_arithmetic"]["value"])),
+        Lines("experts", "steps", "mean value (%)", collect_curves(lambda p: mean(p["experts"].values()))),
+        Lines(
+            "merged",
+            "steps",
+            "mean value (%)",
+            collect_curves(lambda p: p["mergers"]["task_arithmetic"]["value"]),
+        ),
     ]
     g.draw("steps", "Experts and task arithmetic over steps of fine-tuning, validation", panels)
     for name, data in analyses.items():
@@ -250,10 +255,10 @@ def steps(g: Gallery) -> None:
             g.numbers[f"merged_{name}_{index}"] = 100 * point["mergers"]["task_arithmetic"]["value"]
 
 
-def distribution(g: Gallery) -> None:
+def draw_distribution(g: Gallery) -> None:
     """MergOPT, Figures 1 and 3 and Table 10."""
     data = g.analyze("distribution")
-    own(g, "distribution")
+    draw_own(g, "distribution")
     each = [entry["fits"] for name, entry in data.items() if name != "+sum"]
     for distribution in ("laplace", "gaussian"):
         g.numbers[f"ks_{distribution}"] = mean(fits[distribution]["ks_distance"] for fits in each)
@@ -263,55 +268,66 @@ def distribution(g: Gallery) -> None:
         g.numbers[f"ks_sum_{distribution}"] = data["+sum"]["fits"][distribution]["ks_distance"]
 
 
-def epimer(g: Gallery) -> None:
+def draw_epimer(g: Gallery) -> None:
     """EpiMer, Figures 3 and 4, and the coefficients of Tables 7 to 9."""
     data = g.analyze("cloud", "analysis.points=11", "analysis.samples=150")
     g.numbers["explained"] = 100 * sum(data["explained"])
-    own(g, "cloud")
+    draw_own(g, "cloud")
     shares = "analysis.fractions=[0.005,0.01,0.05,0.1,0.25,0.5]"
     points = g.analyze("fisher_fraction", "merger=epimer", "analysis.samples=200", shares)["points"]
     reached = [100 * point["normalized"] for point in points]
     g.numbers["fisher_low"], g.numbers["fisher_high"] = min(reached), max(reached)
     g.numbers["fisher_least"], g.numbers["fisher_most"] = reached[0], reached[-1]
     g.numbers["fisher_samples"] = min(points[0]["samples"])
-    own(g, "fisher_fraction")
+    draw_own(g, "fisher_fraction")
     g.analyze("alpha_sweep", "analysis.points=11", "analysis.samples=200", before="curvature")
-    own(g, "alpha_sweep")
+    draw_own(g, "alpha_sweep")
 
 
-def ranks(g: Gallery) -> None:
+def draw_ranks(g: Gallery) -> None:
     """The ranks of EpiMer's Tables 7 to 9, and what its η promises."""
     grid = ["analysis.ranks=[1,4,16,32]", "analysis.coefficients=[0.8,1.2,1.6]", "analysis.samples=200"]
     points = g.analyze("rank_sweep", *grid, before="curvature")["points"]
     for merger in ("tsvm", "epimer"):
         values = [100 * p["normalized"] for p in points if p["merger"] == merger]
         g.numbers[f"rank_{merger}_1"], g.numbers[f"rank_{merger}_all"] = values[0], values[-1]
-    own(g, "rank_sweep")
+    draw_own(g, "rank_sweep")
     gain = g.analyze("curvature_gain", before="curvature")
     g.numbers["eta"] = mean(gain["eta"])
     for name in ("curved", "flat"):
         g.numbers[f"gain_{name}"] = mean(gain["losses"][name].values())
-    own(g, "curvature_gain")
+    draw_own(g, "curvature_gain")
 
 
-def inside(g: Gallery) -> None:
+def draw_inside(g: Gallery) -> None:
     """What the papers do not draw: task vectors beside each other, and the number of experts."""
     overall = g.analyze("task_vectors")["overall"]
     pairs = [row[j] for i, row in enumerate(overall["cosine"]) for j in range(i)]
     g.numbers["cosine_low"], g.numbers["cosine_high"] = min(pairs), max(pairs)
-    own(g, "task_vectors")
+    draw_own(g, "task_vectors")
     g.analyze("expert_count", "merger=tsvm", "analysis.samples=200", "analysis.groups=3")
-    own(g, "expert_count")
+    draw_own(g, "expert_count")
 
 
-def own(g: Gallery, name: str) -> None:
+def draw_own(g: Gallery, name: str) -> None:
     """An analysis's own figure."""
     g.keep(g.work / f"{name}-adamw/analysis/{name}.png", name)
 
 
 PARTS = {
     part.__name__: part
-    for part in (report, planes, linearity, barriers, sharpness, steps, distribution, epimer, ranks, inside)
+    for part in (
+        report,
+        draw_planes,
+        draw_linearity,
+        draw_barriers,
+        draw_sharpness,
+        draw_steps,
+        draw_distribution,
+        draw_epimer,
+        draw_ranks,
+        draw_inside,
+    )
 }
 
 
@@ -339,10 +355,10 @@ def main() -> None:
     if missing:
         print(f"left out of the page, for they were not made in {work}: {', '.join(missing)}")
     made_parts = [json.loads(file.read_text()) for file in kept.values() if file.exists()]
-    (docs / "gallery.md").write_text(page(made_parts, docs))
+    (docs / "gallery.md").write_text(write_page(made_parts, docs))
 
 
-def page(parts: Sequence[Numbers], docs: Path) -> str:
+def write_page(parts: Sequence[Numbers], docs: Path) -> str:
     """The template with every part's numbers in it, without what belongs to parts that were not made."""
     numbers = {name: value for part in parts for name, value in part["numbers"].items()}
     numbers["commands"] = "\n".join(dict.fromkeys(command for part in parts for command in part["commands"]))

@@ -34,7 +34,7 @@ METHODS = {
 }
 
 
-def recipe(folder: Path, method: str) -> Path:
+def write_recipe(folder: Path, method: str) -> Path:
     plan = dict(METHODS[method])
     parameters = {key: plan.pop(key) for key in ("weight", "density") if key in plan}
     experts = sorted(path for path in folder.iterdir() if path.name.startswith("expert_"))
@@ -50,11 +50,11 @@ def recipe(folder: Path, method: str) -> Path:
     return path
 
 
-def inputs(folder: Path) -> list[Path]:
+def list_inputs(folder: Path) -> list[Path]:
     return [file for pattern in ("base", "expert_*") for file in folder.glob(f"{pattern}/*.safetensors")]
 
 
-def anonymous(pid: int) -> int:
+def measure_anonymous(pid: int) -> int:
     """Anonymous resident bytes of a process and its children; 0 once it has gone."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
@@ -62,10 +62,10 @@ def anonymous(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     own = next((line for line in status.splitlines() if line.startswith("RssAnon")), "RssAnon: 0 kB")
-    return int(own.split()[1]) * 1024 + sum(anonymous(int(child)) for child in children)
+    return int(own.split()[1]) * 1024 + sum(measure_anonymous(int(child)) for child in children)
 
 
-def watched(command: list[str]) -> dict[str, float]:
+def watch(command: list[str]) -> dict[str, float]:
     """Run a command; seconds, and the peak of its anonymous memory, sampled every 10 ms."""
     begun = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -74,7 +74,7 @@ def watched(command: list[str]) -> dict[str, float]:
     def watch() -> None:
         nonlocal peak
         while process.poll() is None:
-            peak = max(peak, anonymous(process.pid))
+            peak = max(peak, measure_anonymous(process.pid))
             time.sleep(0.01)
 
     watcher = threading.Thread(target=watch)
@@ -87,12 +87,12 @@ def watched(command: list[str]) -> dict[str, float]:
     return {"seconds": round(seconds, 2), "anonymous_mb": round(peak / 1e6)}
 
 
-def copied(folder: Path, out: Path) -> float:
+def copy_inputs(folder: Path, out: Path) -> float:
     """Seconds to read every input and write as many bytes as one model has."""
     begun = time.perf_counter()
     buffer = bytearray(16 << 20)
     with out.open("wb") as target:
-        for file in sorted(inputs(folder)):
+        for file in sorted(list_inputs(folder)):
             with file.open("rb", buffering=0) as source:
                 while size := source.readinto(buffer):
                     if file.parent.name == "base":
@@ -103,17 +103,17 @@ def copied(folder: Path, out: Path) -> float:
     return time.perf_counter() - begun
 
 
-def differing(first: Path, second: Path) -> dict[str, float]:
+def compare_tensors(first: Path, second: Path) -> dict[str, float]:
     """How many entries of two merged folders differ, and by how much at most, in units of the last place."""
 
-    def tensors(folder: Path) -> dict[str, Path]:
+    def list_tensors(folder: Path) -> dict[str, Path]:
         files = {}
         for file in folder.glob("*.safetensors"):
             with safe_open(file, "pt") as handle:
                 files |= dict.fromkeys(handle.keys(), file)
         return files
 
-    ours, theirs = tensors(first), tensors(second)
+    ours, theirs = list_tensors(first), list_tensors(second)
     assert ours.keys() == theirs.keys()
     entries = other = 0
     worst = 0.0
@@ -128,7 +128,7 @@ def differing(first: Path, second: Path) -> dict[str, float]:
     return {"entries": entries, "differing": other, "most_units_in_the_last_place": worst}
 
 
-def version(command: Path) -> str:
+def read_version(command: Path) -> str:
     python = command.parent / "python"
     asked = "from importlib.metadata import version; print(version('mergekit'))"
     return subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True).stdout.strip()
@@ -144,20 +144,20 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="where merged models go; beside the inputs by default")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    files = inputs(options.folder)
+    files = list_inputs(options.folder)
     report = {
         "date": str(date.today()),
-        "mergekit": version(options.mergekit) if options.mergekit else None,
+        "mergekit": read_version(options.mergekit) if options.mergekit else None,
         "machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}",
         "torch": torch.__version__,
         "results": "memory" if options.results else "disk",
         "input_gb": round(sum(file.stat().st_size for file in files) / 1e9, 2),
-        "copy_seconds": round(min(copied(options.folder, options.folder / "copy") for _ in range(2)), 2),
-        "imports": watched([sys.executable, "-c", "import mergekit_lab.commands.merge_checkpoints"]),
+        "copy_seconds": round(min(copy_inputs(options.folder, options.folder / "copy") for _ in range(2)), 2),
+        "imports": watch([sys.executable, "-c", "import mergekit_lab.commands.merge_checkpoints"]),
         "rows": [],
     }
     for method in options.methods:
-        plan = recipe(options.folder, method)
+        plan = write_recipe(options.folder, method)
         for number in range(options.repeats):
             ours = [sys.executable, "-m", "mergekit_lab", "+experiment=merge_checkpoints", f"recipe={plan}"]
             results = options.results or options.folder
@@ -168,13 +168,11 @@ def main() -> None:
                 f"device={options.device}",
                 f"run_dir={options.folder}/run",
             ]
-            row = {"method": method, "repeat": number, "ours": watched(ours)}
+            row = {"method": method, "repeat": number, "ours": watch(ours)}
             if options.mergekit:
-                row["mergekit"] = watched(
-                    [str(options.mergekit), str(plan), str(theirs), "--no-copy-tokenizer"]
-                )
+                row["mergekit"] = watch([str(options.mergekit), str(plan), str(theirs), "--no-copy-tokenizer"])
                 if method != "dare_linear":  # its masks are other random numbers
-                    row["equality"] = differing(merged, theirs)
+                    row["equality"] = compare_tensors(merged, theirs)
             report["rows"].append(row)
             print(row, flush=True)
             options.out.write_text(json.dumps(report, indent=1))

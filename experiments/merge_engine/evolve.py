@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 import yaml
-from compare import version
+from compare import read_version
 
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.evaluation import search_cma_es
@@ -64,7 +64,7 @@ def search_inside(folder: Path, experts: list[Path], method: str, trials: int) -
     models = {path.name: dict(open_checkpoint(path).items()) for path in experts}
     model = {name: torch.empty_like(tensor) for name, tensor in base.items()}
 
-    def at(point):
+    def make_score(point):
         nonlocal begun
         weights = dict(zip(models, point, strict=True))
         for name, tensor in merge_state_dicts(base, models, METHODS[method](weights)).items():
@@ -73,7 +73,7 @@ def search_inside(folder: Path, experts: list[Path], method: str, trials: int) -
         begun = read_clocks()
         return lambda *_: 1 / (1 + sum((x - 0.3) ** 2 for x in point))
 
-    search_cma_es(len(models), {"task": 1.0}, at, turns=range(trials))
+    search_cma_es(len(models), {"task": 1.0}, make_score, turns=range(trials))
     return costs
 
 
@@ -115,7 +115,7 @@ def main() -> None:
     ]
     report = {
         "date": str(date.today()),
-        "mergekit": version(options.mergekit) if options.mergekit else None,
+        "mergekit": read_version(options.mergekit) if options.mergekit else None,
         "machine": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads of torch",
         "torch": torch.__version__,
         "experts": len(experts),

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 
-def shapes(layers: int, hidden: int, mlp: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
+def list_shapes(layers: int, hidden: int, mlp: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a Llama without grouped queries, input and output embeddings untied."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for i in range(layers):
@@ -49,7 +49,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--shard-mb", type=int, default=256)
     options = parser.parse_args()
-    plan = shapes(options.layers, options.hidden, options.mlp, options.vocabulary)
+    plan = list_shapes(options.layers, options.hidden, options.mlp, options.vocabulary)
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
         "hidden_size": options.hidden, "intermediate_size": options.mlp, "num_hidden_layers": options.layers,
@@ -57,18 +57,21 @@ def main() -> None:
         "vocab_size": options.vocabulary, "tie_word_embeddings": False,
     }  # fmt: skip
 
-    def base() -> Iterator[tuple[str, Tensor]]:
+    def generate_base() -> Iterator[tuple[str, Tensor]]:
         generator = torch.Generator().manual_seed(0)
         for name, shape in plan.items():
             yield name, (0.04 * torch.randn(shape, generator=generator)).bfloat16()
 
-    def expert(number: int) -> Iterator[tuple[str, Tensor]]:
+    def generate_expert(number: int) -> Iterator[tuple[str, Tensor]]:
         generator = torch.Generator().manual_seed(number + 1)
-        for name, tensor in base():
+        for name, tensor in generate_base():
             noise = torch.randn(tensor.shape, generator=generator)
             yield name, (tensor.float() + 2e-3 * noise * noise.abs()).bfloat16()
 
-    for name, tensors in [("base", base()), *((f"expert_{t}", expert(t)) for t in range(options.experts))]:
+    for name, tensors in [
+        ("base", generate_base()),
+        *((f"expert_{t}", generate_expert(t)) for t in range(options.experts)),
+    ]:
         write(options.out / name, tensors, options.shard_mb << 20)
         (options.out / name / "config.json").write_text(json.dumps(config, indent=1))
     print(f"{sum(torch.Size(s).numel() for s in plan.values()) / 1e6:.0f} M parameters each in {options.out}")

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench import FEWER, methods
+from bench import FEWER, list_methods
 from torch import Tensor
 
 import mergekit_lab
@@ -38,7 +38,7 @@ from mergekit_lab.merging.subspace import SubspaceMethod
 NAME = "layers.0.mlp.up_proj.weight"
 
 
-def anonymous() -> int:
+def measure_anonymous() -> int:
     """Bytes of this process that no file stands for."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
@@ -62,7 +62,7 @@ def make(folder: Path, rows: int, columns: int, experts: int, dtype: torch.dtype
 
 
 def merge(folder: Path, label: str) -> None:
-    method = methods()[label]
+    method = list_methods()[label]
     count = FEWER.get(label, len(list(folder.glob("expert?"))))
     sides = {
         side_input: [folder / f"{side_input.removeprefix('chained_')}{n}" for n in range(count)]
@@ -72,7 +72,7 @@ def merge(folder: Path, label: str) -> None:
     mergekit_lab.merge(folder / "base", experts, folder / f"merged_{label}", method, statistics=sides)
 
 
-def bound(method: Method, rows: int, columns: int, experts: int, dtype: torch.dtype) -> int:
+def compute_bound(method: Method, rows: int, columns: int, experts: int, dtype: torch.dtype) -> int:
     """In MB; see above."""
     threads = torch.get_num_threads() if method.elementwise else 1
     held = (4 << 20) + (2 * threads + 4) * rows * columns * dtype.itemsize
@@ -91,13 +91,13 @@ def bound(method: Method, rows: int, columns: int, experts: int, dtype: torch.dt
 def measure(small: Path, large: Path, label: str, queue: Any) -> None:
     """In a process of its own: send what the merge of `large` takes."""
     merge(small, label)
-    start = peak = anonymous()
+    start = peak = measure_anonymous()
     over = threading.Event()
 
     def watch() -> None:
         nonlocal peak
         while not over.is_set():
-            peak = max(peak, anonymous())
+            peak = max(peak, measure_anonymous())
             time.sleep(0.005)
 
     watching = threading.Thread(target=watch)
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=2048)
     parser.add_argument("--experts", type=int, default=4)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--methods", nargs="+", default=list(methods()))
+    parser.add_argument("--methods", nargs="+", default=list(list_methods()))
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     report = {
@@ -138,8 +138,8 @@ def main() -> None:
             process.join()
             if process.exitcode:
                 raise SystemExit(f"{label} ended with {process.exitcode}")
-            method, count = methods()[label], FEWER.get(label, options.experts)
-            limit = bound(method, options.rows, options.columns, count, dtype)
+            method, count = list_methods()[label], FEWER.get(label, options.experts)
+            limit = compute_bound(method, options.rows, options.columns, count, dtype)
             report["rows"].append(queue.get(timeout=10) | {"experts": count, "bound_mb": limit})
             (large / f"merged_{label}").rename(large / "spent")
             shutil.rmtree(large / "spent")

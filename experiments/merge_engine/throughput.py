@@ -16,8 +16,8 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from compare import copied, inputs
-from make_llama import shapes, write
+from compare import copy_inputs, list_inputs
+from make_llama import list_shapes, write
 
 import mergekit_lab
 from mergekit_lab.merging import DARE, TIES, TaskArithmetic, WeightAverage
@@ -32,7 +32,7 @@ METHODS = {
 
 
 def make(folder: Path, layers: int, device: str) -> None:
-    plan = shapes(layers, 1024, 4096, 32000)
+    plan = list_shapes(layers, 1024, 4096, 32000)
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(shape: tuple[int, ...]) -> torch.Tensor:
@@ -58,8 +58,8 @@ def main() -> None:
     options = parser.parse_args()
     if not options.folder.is_dir():
         make(options.folder, options.layers, options.device)
-    size = sum(file.stat().st_size for file in inputs(options.folder))
-    copy = min(copied(options.folder, options.folder / "copy") for _ in range(options.repeats))
+    size = sum(file.stat().st_size for file in list_inputs(options.folder))
+    copy = min(copy_inputs(options.folder, options.folder / "copy") for _ in range(options.repeats))
     report = {
         "date": str(date.today()),
         "card": torch.cuda.get_device_name() if options.device != "cpu" else f"{os.cpu_count()} cores",

@@ -66,7 +66,7 @@ class Bench:
         compute = "bfloat16" if self.device.type == "cuda" else "float32"
         self.backbone = LanguageModel(source=options.source, max_length=options.length, precision=compute)
         folder = str(options.data.resolve())
-        self.tasks: dict[str, TextTask] = {name: task(name, folder, options) for name in options.tasks}
+        self.tasks: dict[str, TextTask] = {name: make_task(name, folder, options) for name in options.tasks}
         self.objectives: dict[str, Objective] = {
             n: self.backbone.make_objective(t).to(self.device) for n, t in self.tasks.items()
         }
@@ -89,14 +89,14 @@ class Bench:
         partial_file.write_text(json.dumps(self.found))
         partial_file.replace(self.file)
 
-    def value(
+    def evaluate(
         self, state: Mapping[str, Tensor], tasks: tuple[str, ...] | list[str], part: Any
     ) -> dict[str, float]:
         """Accuracy by task, by the likelihood of each choice or, for numbers, by decoding."""
         self.model.load_state_dict(state)
         return {n: score(self.model, self.objectives[n], part, batch_size=256).value for n in tasks}
 
-    def experts(self, make: Callable[..., Any], seed: int, steps: int) -> dict[str, State]:
+    def train_experts(self, make: Callable[..., Any], seed: int, steps: int) -> dict[str, State]:
         states, curves, times, own = {}, {}, {}, {}
         for name, objective in self.objectives.items():
             model = self.backbone.make_model().train()
@@ -116,14 +116,14 @@ class Bench:
             times[name] = round((time.monotonic() - begun) / steps, 4)
             states[name] = {n: t.detach().to(self.device) for n, t in model.state_dict().items()}
             curves[name] = [round(point["train_loss"], 4) for point in module.curve]
-            own[name] = self.value(states[name], [name], "test")[name]
+            own[name] = self.evaluate(states[name], [name], "test")[name]
             objective.to(self.device)
             del trainer, module, model, data
             torch.cuda.empty_cache()
             self.note(experts=own, loss=curves, seconds_a_step=times)
         return states
 
-    def vectors(self, experts: Mapping[str, State], histogram: bool) -> None:
+    def describe_vectors(self, experts: Mapping[str, State], histogram: bool) -> None:
         """How large and how alike task vectors are, and which distribution their entries follow."""
         flat = {t: torch.cat([(s[n] - self.base[n]).flatten() for n in s]) for t, s in experts.items()}
         fits: dict[str, Any] = {
@@ -142,13 +142,13 @@ class Bench:
             }
         self.note(vectors=fits)
 
-    def merges(self, experts: Mapping[str, State], fishers: bool) -> None:
+    def merge_all(self, experts: Mapping[str, State], fishers: bool) -> None:
         """Every method's merge, the coefficients of a merge that is done once, and what needs Fishers third."""
         names = list(experts)
         mergers: dict[str, Any] = dict(self.found.get("mergers", {}))
         if "average" not in mergers:
-            average = self.merged(experts, WeightAverage())
-            mergers["average"] = {"test": self.value(average, names, "test")}
+            average = self.merge(experts, WeightAverage())
+            mergers["average"] = {"test": self.evaluate(average, names, "test")}
             self.note(mergers=mergers)
         methods: dict[str, tuple[Any, tuple[float, ...]]] = {
             "task_arithmetic": (TaskArithmetic(coefficient=1.0), ALPHAS),
@@ -160,36 +160,37 @@ class Bench:
         for label, (method, alphas) in methods.items():
             if label in mergers or (label == "epimer" and not fishers):
                 continue
-            statistics = {"fisher": self.fishers(experts)} if label == "epimer" else None
+            statistics = {"fisher": self.compute_fishers(experts)} if label == "epimer" else None
             begun = time.monotonic()
-            unit = self.merged(experts, method, statistics)
+            unit = self.merge(experts, method, statistics)
             seconds = time.monotonic() - begun
             del statistics
             also = (0.3, 0.6) if label == "task_arithmetic" else (1.0,)
-            mergers[label] = self.searched(unit, names, alphas, also) | {"merge_seconds": round(seconds, 2)}
+            mergers[label] = self.search(unit, names, alphas, also) | {"merge_seconds": round(seconds, 2)}
             if label == "tsvm":
                 chosen = self.with_choices(names)
                 mergers[label]["beyond"] = {
-                    a: self.value(self.at(unit, a), chosen, "validation") for a in BEYOND
+                    a: self.evaluate(self.interpolate(unit, a), chosen, "validation") for a in BEYOND
                 }
             self.note(mergers=mergers)
 
-    def merged(self, experts: Mapping[str, State], method: Any, statistics: Any = None) -> State:
+    def merge(self, experts: Mapping[str, State], method: Any, statistics: Any = None) -> State:
         return merge_state_dicts(self.base, experts, method, statistics=statistics or {}, device=self.device)
 
-    def at(self, unit: State, alpha: float) -> State:
+    def interpolate(self, unit: State, alpha: float) -> State:
         return {n: self.base[n] + alpha * (t.to(self.device) - self.base[n]) for n, t in unit.items()}
 
-    def searched(self, unit: State, names: Any, alphas: tuple[float, ...], also: tuple[float, ...] = ()) -> Any:
+    def search(self, unit: State, names: Any, alphas: tuple[float, ...], also: tuple[float, ...] = ()) -> Any:
         """The validation curve, test at its best coefficient, and test at coefficients fixed in advance.
 
         The curve is that of the tasks with choices, and so is the best; decoding takes as long as all of them.
         """
         chosen = self.with_choices(names)
-        curve = {alpha: self.value(self.at(unit, alpha), chosen, "validation") for alpha in alphas}
+        curve = {alpha: self.evaluate(self.interpolate(unit, alpha), chosen, "validation") for alpha in alphas}
         best = max(curve, key=lambda a: sum(curve[a].values()))
         test = {
-            alpha: self.value(self.at(unit, alpha), names, "test") for alpha in dict.fromkeys((best, *also))
+            alpha: self.evaluate(self.interpolate(unit, alpha), names, "test")
+            for alpha in dict.fromkeys((best, *also))
         }
         return {"curve": curve, "best": best, "test": test[best], "fixed": {a: test[a] for a in also}}
 
@@ -197,18 +198,18 @@ class Bench:
         """Those of the tasks that are answered by the likeliest choice; all, if none is."""
         return [n for n in names if self.tasks[n].choices is not None] or list(names)
 
-    def groups(self, experts: Mapping[str, State]) -> None:
+    def merge_groups(self, experts: Mapping[str, State]) -> None:
         """Fewer experts, by task arithmetic: the first ones of the suite, and the last ones."""
         groups, names = dict(self.found.get("groups", {})), list(experts)
         for size in (2, 4, 6):
             for group in (names[:size], names[-size:]) if size < len(names) else ():
                 if "+".join(group) in groups:
                     continue
-                unit = self.merged({n: experts[n] for n in group}, TaskArithmetic(coefficient=1.0))
-                groups["+".join(group)] = self.searched(unit, group, COARSE, (0.3,))
+                unit = self.merge({n: experts[n] for n in group}, TaskArithmetic(coefficient=1.0))
+                groups["+".join(group)] = self.search(unit, group, COARSE, (0.3,))
         self.note(groups=groups)
 
-    def fishers(self, experts: Mapping[str, State]) -> list[State]:
+    def compute_fishers(self, experts: Mapping[str, State]) -> list[State]:
         fishers = []
         begun = time.monotonic()
         for name, state in experts.items():
@@ -227,7 +228,7 @@ class Bench:
         return fishers
 
 
-def task(name: str, folder: str, options: argparse.Namespace) -> TextTask:
+def make_task(name: str, folder: str, options: argparse.Namespace) -> TextTask:
     rows = TextFile(name=name, source=f"{folder}/{name}").load_samples("train").answers
     choices = tuple(sorted(set(rows))) if len(set(rows)) <= 20 else None
     sizes = {"train": options.train, "validation": options.validation, "test": options.test}
@@ -241,7 +242,7 @@ def run_job(bench: Bench, arm: str, seed: int) -> None:
     options = bench.options
     kept = options.work / "experts"
     if arm == "zero_shot":
-        bench.note(test=bench.value(bench.base, list(bench.tasks), "test"), done=True)
+        bench.note(test=bench.evaluate(bench.base, list(bench.tasks), "test"), done=True)
         return
     if arm == "mixed":
         both = {a: torch.load(kept / f"{a}-{seed}.pt", map_location=bench.device) for a in ("adamw", "mergopt")}
@@ -249,8 +250,8 @@ def run_job(bench: Bench, arm: str, seed: int) -> None:
         names = list(bench.tasks)
         for count in (2, 5):
             experts = {n: both["mergopt" if i < count else "adamw"][n] for i, n in enumerate(names)}
-            unit = bench.merged(experts, TaskArithmetic(coefficient=1.0))
-            scores[f"{count} of {len(names)} by mergopt"] = bench.searched(unit, names, COARSE, (0.3, 0.6))
+            unit = bench.merge(experts, TaskArithmetic(coefficient=1.0))
+            scores[f"{count} of {len(names)} by mergopt"] = bench.search(unit, names, COARSE, (0.3, 0.6))
         bench.note(mixed=scores, done=True)
         return
     make, factor = ARMS[arm]
@@ -262,14 +263,14 @@ def run_job(bench: Bench, arm: str, seed: int) -> None:
         del pilots
     if arm.startswith("mergopt"):
         make = partial(make, seed=seed)
-    experts = bench.experts(make, seed, int(options.steps * factor))
+    experts = bench.train_experts(make, seed, int(options.steps * factor))
     if arm in ("adamw", "mergopt"):
         kept.mkdir(exist_ok=True)
         torch.save(experts, kept / f"{arm}-{seed}.partial")
         (kept / f"{arm}-{seed}.partial").replace(kept / f"{arm}-{seed}.pt")
-    bench.merges(experts, fishers=arm in WITH_FISHERS and options.fisher > 0)
+    bench.merge_all(experts, fishers=arm in WITH_FISHERS and options.fisher > 0)
     if (arm, seed) in GROUPED:
-        bench.groups(experts)
+        bench.merge_groups(experts)
     if "vectors" not in bench.found:
-        bench.vectors(experts, histogram=seed == 0 and arm in ("adamw", "mergopt"))
+        bench.describe_vectors(experts, histogram=seed == 0 and arm in ("adamw", "mergopt"))
     bench.note(done=True)

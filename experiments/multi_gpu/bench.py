@@ -23,21 +23,21 @@ from typing import Any
 import torch
 from rows import Rows
 from torch import Tensor
-from training import ddp, fsdp
+from training import measure_ddp, measure_fsdp
 
 
 def sweep(options: argparse.Namespace, rows: Rows) -> None:
-    rows.add(f"8 experts, {len(options.devices)} devices", lambda: _sweep(options))
+    rows.add(f"8 experts, {len(options.devices)} devices", lambda: _run_sweep(options))
 
 
-def _sweep(options: argparse.Namespace) -> dict[str, Any]:
+def _run_sweep(options: argparse.Namespace) -> dict[str, Any]:
     devices = [f"cuda:{n}" for n in options.devices] if not options.dry else ["cpu"] * 2
     folder = options.out / f"store_{len(devices)}" if options.dry else Path(f"/tmp/sweep_{len(devices)}")
     seeds = range(2 if options.dry else 8)
     command = [
         *(sys.executable, "-m", "mergekit_lab", "-m", "hydra/launcher=local"),
         f"hydra.launcher.devices=[{','.join(devices)}]",
-        *_expert(options, folder),
+        *_list_expert_settings(options, folder),
         f"seed={','.join(map(str, seeds))}",
     ]
     begun = time.perf_counter()
@@ -46,10 +46,14 @@ def _sweep(options: argparse.Namespace) -> dict[str, Any]:
     jobs = [float(s) for s in re.findall(r"^#\d+ on \S+ done in ([\d.]+) s", done.stdout, re.MULTILINE)]
     if len(jobs) < len(seeds):
         raise RuntimeError((done.stdout + done.stderr)[-400:])
-    return {"wall_seconds": round(wall, 2), "job_seconds": jobs, "training_seconds": _trained(folder)}
+    return {
+        "wall_seconds": round(wall, 2),
+        "job_seconds": jobs,
+        "training_seconds": _read_training_seconds(folder),
+    }
 
 
-def _expert(options: argparse.Namespace, folder: Path) -> list[str]:
+def _list_expert_settings(options: argparse.Namespace, folder: Path) -> list[str]:
     """The settings of one expert of one task, for `python -m mergekit_lab`."""
     backbone = [f"backbone={options.backbone}", "backbone.weights=null"] if options.backbone else []
     return [
@@ -61,32 +65,32 @@ def _expert(options: argparse.Namespace, folder: Path) -> list[str]:
     ]
 
 
-def _trained(folder: Path) -> list[float]:
+def _read_training_seconds(folder: Path) -> list[float]:
     """Seconds that each training in the store there took."""
     manifests = Path(folder, "store/experts").glob("*/manifest.json")
     return [json.loads(m.read_text())["info"]["wall_seconds"] for m in manifests]
 
 
-def beside(options: argparse.Namespace, rows: Rows) -> None:
+def train_beside(options: argparse.Namespace, rows: Rows) -> None:
     """What a host loses where trainings run at once that have nothing in common: what a sweep cannot win."""
     for count in (1, len(options.devices)):
-        rows.add(f"trainings at once: {count}", partial(_beside, options, count))
+        rows.add(f"trainings at once: {count}", partial(_measure_beside, options, count))
 
 
-def _beside(options: argparse.Namespace, count: int) -> dict[str, Any]:
+def _measure_beside(options: argparse.Namespace, count: int) -> dict[str, Any]:
     folders = [
         options.out / f"beside_{count}_{n}" if options.dry else Path(f"/tmp/beside_{count}_{n}")
         for n in range(count)
     ]
     running = []
     for folder, device in zip(folders, options.devices, strict=False):
-        command = [sys.executable, "-m", "mergekit_lab", *_expert(options, folder)]
+        command = [sys.executable, "-m", "mergekit_lab", *_list_expert_settings(options, folder)]
         seen = {**os.environ, "CUDA_VISIBLE_DEVICES": str(device)}
         running.append(subprocess.Popen(command, env=seen, stdout=subprocess.DEVNULL))
     codes = [process.wait() for process in running]
     if any(codes):
         raise RuntimeError("a training failed; what it said stands above")
-    return {"training_seconds": [seconds for folder in folders for seconds in _trained(folder)]}
+    return {"training_seconds": [seconds for folder in folders for seconds in _read_training_seconds(folder)]}
 
 
 def run(options: argparse.Namespace, rows: Rows) -> None:
@@ -126,7 +130,7 @@ def merge(options: argparse.Namespace, rows: Rows) -> None:
     every = ["cpu", "cpu"] if options.dry else [f"cuda:{n}" for n in options.devices]
     for shape in ["tiny"] if options.dry else options.shapes:
         plan, experts, dtype, _ = SHAPES[shape]
-        inputs = _inputs(plan, experts, dtype, every[0])
+        inputs = _make_inputs(plan, experts, dtype, every[0])
         for count in [1, 2] if options.dry else options.counts:
             for name, method in methods.items():
                 devices = every[:count]
@@ -136,7 +140,9 @@ def merge(options: argparse.Namespace, rows: Rows) -> None:
                 )
 
 
-def _inputs(plan: dict[str, Any], experts: int, dtype: torch.dtype, device: str) -> list[dict[str, Tensor]]:
+def _make_inputs(
+    plan: dict[str, Any], experts: int, dtype: torch.dtype, device: str
+) -> list[dict[str, Tensor]]:
     """Base and experts in the host's memory; their squares serve as Fishers."""
     generator = torch.Generator(device).manual_seed(0)
 
@@ -172,7 +178,14 @@ def _merge_row(
     return {"first": seconds[0], "seconds": round(median(seconds[1:]), 4), "digest": digest.hexdigest()}
 
 
-PARTS = {"sweep": sweep, "beside": beside, "run": run, "ddp": ddp, "fsdp": fsdp, "merge": merge}
+PARTS = {
+    "sweep": sweep,
+    "beside": train_beside,
+    "run": run,
+    "ddp": measure_ddp,
+    "fsdp": measure_fsdp,
+    "merge": merge,
+}
 
 
 def main() -> None:

@@ -121,7 +121,7 @@ def measure(
         loss.backward()
         return loss
 
-    def steps(count: int) -> float:
+    def time_steps(count: int) -> float:
         synchronize(device)
         begun = time.perf_counter()
         for _ in range(count):
@@ -129,9 +129,9 @@ def measure(
         synchronize(device)
         return (time.perf_counter() - begun) / count
 
-    one = steps(options.warmup) and steps(2)
+    one = time_steps(options.warmup) and time_steps(2)
     count = max(2, int(options.seconds / 4 / one))
-    seconds = sorted(steps(count) for _ in range(4))
+    seconds = sorted(time_steps(count) for _ in range(4))
     evaluation = None
     if make is ADAMW:
         synchronize(device)
@@ -143,7 +143,7 @@ def measure(
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     return {
         "seconds": (seconds[1] + seconds[2]) / 2,
-        "kernel_seconds": kernel_seconds(steps) if device.type == "cuda" else None,
+        "kernel_seconds": measure_kernel_seconds(time_steps) if device.type == "cuda" else None,
         "evaluation_seconds": evaluation,
         "spread": seconds[-1] / seconds[0] - 1,
         "peak_gib": peak / 2**30,
@@ -153,7 +153,7 @@ def measure(
     }
 
 
-def kernel_seconds(steps: Callable[[int], float], count: int = 3) -> float | None:
+def measure_kernel_seconds(steps: Callable[[int], float], count: int = 3) -> float | None:
     """What the card works for a step, however late its kernels are launched; none where it cannot be traced."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         steps(count)
@@ -165,7 +165,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def table(problem: Vision | Language, name: str, bf16: bool, options) -> list[dict]:
+def tabulate(problem: Vision | Language, name: str, bf16: bool, options) -> list[dict]:
     """Rows of one problem in one precision; ratios are to the mean of AdamW, which is measured three times.
 
     A method of two evaluations cannot be cheaper than AdamW and one more evaluation: that is the floor.
@@ -225,7 +225,7 @@ def main() -> None:
     for which in options.only:
         domain, precision = which.split()
         problem = (Vision if domain == "vision" else Language)(device, options.small)
-        rows += table(problem, domain, precision == "bf16", options)
+        rows += tabulate(problem, domain, precision == "bf16", options)
         if options.out:
             machine = {"card": card, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
             options.out.write_text(json.dumps(machine | {"rows": rows}, indent=1) + "\n")

@@ -213,7 +213,7 @@ PRECISION = {"clip": "32-true", "vit_b32": "bf16-mixed", "smollm2": "bf16-mixed"
 
 
 @lru_cache(maxsize=1)
-def problem(group: str, small: bool) -> Images | Language:
+def make_problem(group: str, small: bool) -> Images | Language:
     if group == "smollm2":
         return Language(small)
     if group == "clip":
@@ -244,7 +244,7 @@ class Pace(Callback):
             torch.cuda.synchronize()
         self.marks[step] = time.perf_counter()
 
-    def row(self) -> dict[str, float]:
+    def make_row(self) -> dict[str, float]:
         whole = self.marks[self.steps] - self.marks[0]
         steady = (self.marks[self.steps] - self.marks[self.first]) / (self.steps - self.first)
         return {
@@ -267,7 +267,7 @@ class Lines(logging.Handler):
 
 def train(case: Case, small: bool, steps: int, folder: Path, **options: Any) -> Any:
     """Our training loop, as a run calls it."""
-    setup = problem(case.group, small)
+    setup = make_problem(case.group, small)
     settings = TrainingSettings(
         steps=steps, batch_size=4 if small else BATCH[case.group], lr=1e-5, weight_decay=0.1, keep="last",
         warmup_steps=steps // 10, validations=1, precision="32-true" if small else PRECISION[case.group],
@@ -287,9 +287,9 @@ def measure_speed(case: Case, small: bool, folder: Path) -> dict[str, Any]:
     pace = Pace(steps)
     train(case, small, steps, folder, callbacks=[pace])
     peak = {"peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2)} if CUDA else {}
-    padded = getattr(problem(case.group, small).objective, "padded", (0, 0))
+    padded = getattr(make_problem(case.group, small).objective, "padded", (0, 0))
     share = {"places_that_are_tokens": round(padded[0] / padded[1], 3)} if padded[1] else {}
-    return pace.row() | {"steps": steps} | peak | share
+    return pace.make_row() | {"steps": steps} | peak | share
 
 
 def measure_losses(case: Case, small: bool, folder: Path) -> dict[str, Any]:
@@ -320,15 +320,18 @@ def measure_resume(case: Case, small: bool, folder: Path) -> dict[str, Any]:
         pass
     resumed = train(case, small, steps, folder / "cut", settings={"validations": 4})
 
-    def differ(other: Any) -> list[str]:
+    def list_differing(other: Any) -> list[str]:
         return [n for n, t in whole.state.items() if not torch.equal(t, other.state[n])]
 
-    return {"resumed_differs_in": len(differ(resumed)), "repeated_differs_in": len(differ(again))}
+    return {
+        "resumed_differs_in": len(list_differing(resumed)),
+        "repeated_differs_in": len(list_differing(again)),
+    }
 
 
 def measure_input(case: Case, small: bool, folder: Path) -> dict[str, Any]:
     """Samples a second that reading and augmenting bring, without training, and what a batch of these takes."""
-    setup = problem(case.group, small)
+    setup = make_problem(case.group, small)
     count, size = (3, 4) if small else (60, BATCH[case.group])
     device = torch.device("cuda" if CUDA else "cpu")
     objective = deepcopy(setup.objective).to(device)

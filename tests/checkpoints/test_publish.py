@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints.models import llama, save
+from checkpoints.models import make_llama, save
 from programs import start_program
 from safetensors.torch import save_file
 
@@ -334,7 +334,7 @@ def test_where_the_working_folder_was_deleted_a_relative_name_is_refused(tmp_pat
 
 
 def test_a_folder_keeps_what_its_loaders_need(tmp_path) -> None:
-    source = save(llama(), tmp_path / "source")
+    source = save(make_llama(), tmp_path / "source")
     (source / "training_args.bin").write_bytes(b"secret")
     (source / "modeling_mine.py").write_text("")
     (source / "LICENSE").write_text("mine")
@@ -374,7 +374,7 @@ def test_open_clip_is_told_of_a_grown_vocabulary(tmp_path) -> None:
 
 def test_links_that_a_user_made_are_followed(tmp_path) -> None:
     """`ln -s`, DVC, git-annex and older clients of the hub make such folders."""
-    real, source, out = save(llama(), tmp_path / "real"), tmp_path / "source", tmp_path / "out"
+    real, source, out = save(make_llama(), tmp_path / "real"), tmp_path / "source", tmp_path / "out"
     source.mkdir()
     out.mkdir()
     for file in real.iterdir():

@@ -107,13 +107,13 @@ def test_a_torch_file_with_a_record_too_short_is_refused(tmp_path, tensors) -> N
 
 def test_a_large_torch_file_is_mapped_and_not_read(tmp_path) -> None:
     torch.save({"w": torch.zeros(1 << 22)}, tmp_path / "model.pt")
-    before = resident()
+    before = read_resident_bytes()
     opened = open_checkpoint(tmp_path / "model.pt")
     assert opened["w"].shape == (1 << 22,)
-    assert resident() - before < 8 << 20
+    assert read_resident_bytes() - before < 8 << 20
 
 
-def resident() -> int:
+def read_resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints.models import llama, three, tuned
-from composing import composed
+from checkpoints.models import make_llama, save_three, tune
+from composing import compose_config
 
 from mergekit_lab import InputError
 from mergekit_lab.checkpoints import write_tensors
@@ -15,14 +15,14 @@ from mergekit_lab.programs import start
 
 
 def go(folder, *overrides: str) -> dict:
-    cfg, choices = composed(["+experiment=diagnose", "progress=false", "device=cpu", *overrides])
+    cfg, choices = compose_config(["+experiment=diagnose", "progress=false", "device=cpu", *overrides])
     start(cfg, folder, choices, list(overrides))
     return json.loads((folder / "diagnosis.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return three(llama, tmp_path_factory.mktemp("models"))
+    return save_three(make_llama, tmp_path_factory.mktemp("models"))
 
 
 def test_two_folders_give_experts_pairs_layers_and_advice(folders, tmp_path, capsys) -> None:
@@ -34,17 +34,17 @@ def test_two_folders_give_experts_pairs_layers_and_advice(folders, tmp_path, cap
     assert abs(pair["cosine"]) < 0.1
     assert 0.4 < pair["canceling"] < 0.6
     assert sum(share for _, share in pair["where"]) <= 1
-    assert len(report["layers"]) == len(llama().state_dict())
+    assert len(report["layers"]) == len(make_llama().state_dict())
     wanted = sum(
         float((p - b).detach().square().sum())
-        for p, b in zip(tuned(llama(), 1).parameters(), llama().parameters(), strict=True)
+        for p, b in zip(tune(make_llama(), 1).parameters(), make_llama().parameters(), strict=True)
     )
     assert report["overall"]["norms"][0] == pytest.approx(wanted**0.5, rel=1e-4)
     shown = capsys.readouterr().out
     for text in ("cars", "svhn", "Where most cancels", "merger=tsvm", "evidence", *report["commands"]):
         assert text in shown
     for command in report["commands"]:
-        cfg, _ = composed(shlex.split(command)[3:])
+        cfg, _ = compose_config(shlex.split(command)[3:])
         assert (cfg.base, list(cfg.experts)) == (str(base), [str(experts["cars"]), str(experts["svhn"])])
 
 
@@ -53,7 +53,7 @@ def test_fishers_add_the_predicted_harm(folders, tmp_path, capsys) -> None:
     for name, level in (("cars", 1.0), ("svhn", 100.0)):
         write_tensors(
             tmp_path / f"{name}.safetensors",
-            {n: torch.full_like(p, level) for n, p in llama().state_dict().items()},
+            {n: torch.full_like(p, level) for n, p in make_llama().state_dict().items()},
         )
     report = go(
         tmp_path / "out",
@@ -81,7 +81,7 @@ def test_fishers_add_the_predicted_harm(folders, tmp_path, capsys) -> None:
 
 def test_a_fisher_with_nan_is_named_by_file_and_tensor(folders, tmp_path) -> None:
     base, experts = folders
-    state = {n: torch.ones_like(p) for n, p in llama().state_dict().items()}
+    state = {n: torch.ones_like(p) for n, p in make_llama().state_dict().items()}
     write_tensors(tmp_path / "sound.safetensors", state)
     state["model.norm.weight"] = state["model.norm.weight"].clone().fill_(float("nan"))
     write_tensors(tmp_path / "bad.safetensors", state)

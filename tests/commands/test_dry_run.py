@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints.models import llama, save, three, tuned
+from checkpoints.models import make_llama, save, save_three, tune
 from composing import merge_command
 
 import mergekit_lab
@@ -49,7 +49,7 @@ def test_a_dry_run_tells_buffers_that_are_computed_from_those_that_must_agree(tm
 
 
 def test_a_dry_run_foretells_the_size_of_factors(tmp_path) -> None:
-    base, experts = three(llama, tmp_path)
+    base, experts = save_three(make_llama, tmp_path)
     method = TSVM(rank=2)
     factors = mergekit_lab.merge(base, experts, tmp_path / "out", method, device="cpu", format="low_rank")
     specs = open_checkpoint(factors / "factors.safetensors").specs
@@ -84,7 +84,7 @@ def test_a_dry_run_refuses_a_weight_average_without_a_sum(tmp_path) -> None:
     assert dry.problems == ["the weights of a weight average, [1.0, -1.0], sum to zero"]
 
 
-def huge(folder: Path, rows: int = 1 << 22) -> Path:
+def write_huge(folder: Path, rows: int = 1 << 22) -> Path:
     """A model of 100 GB as files know it: headers and holes."""
     folder.mkdir()
     shape, name, weight_map = [rows, 2048], "model.layers.{}.mlp.up_proj.weight", {}
@@ -101,7 +101,7 @@ def huge(folder: Path, rows: int = 1 << 22) -> Path:
 
 def test_a_dry_run_of_a_model_that_fits_nowhere_takes_seconds(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 40))
-    base, expert = huge(tmp_path / "base"), huge(tmp_path / "expert")
+    base, expert = write_huge(tmp_path / "base"), write_huge(tmp_path / "expert")
     begun = time.monotonic()
     arguments = (f"base={base}", f"experts=[{expert}]", "merger=task_arithmetic", "dry_run=true")
     merge_command(tmp_path, *arguments, f"out={tmp_path / 'out'}")
@@ -118,16 +118,16 @@ def test_a_dry_run_of_a_model_that_fits_nowhere_takes_seconds(tmp_path, capsys, 
 def test_a_dry_run_reads_no_tensor_and_says_what_there_is(tmp_path, capsys, monkeypatch) -> None:
     from peft import LoraConfig, get_peft_model
 
-    base, experts = three(lambda: llama(tied=True), tmp_path)
+    base, experts = save_three(lambda: make_llama(tied=True), tmp_path)
     adapted = get_peft_model(
-        llama(tied=True), LoraConfig(r=3, target_modules=["q_proj", "v_proj"], use_rslora=True)
+        make_llama(tied=True), LoraConfig(r=3, target_modules=["q_proj", "v_proj"], use_rslora=True)
     )
     adapted.save_pretrained(tmp_path / "adapter")
 
     def refuse(self, name):
         raise AssertionError(f"{name} was read")
 
-    for cls in [Checkpoint, *all_subclasses(Checkpoint)]:
+    for cls in [Checkpoint, *list_subclasses(Checkpoint)]:
         if "__getitem__" in vars(cls):
             monkeypatch.setattr(cls, "__getitem__", refuse)
     two = f"experts=[{experts['cars']},{tmp_path / 'adapter'}]"
@@ -144,8 +144,8 @@ def test_a_dry_run_reads_no_tensor_and_says_what_there_is(tmp_path, capsys, monk
     assert not (tmp_path / "out").exists()
 
 
-def all_subclasses(cls: type) -> list[type]:
-    return [s for direct in cls.__subclasses__() for s in (direct, *all_subclasses(direct))]
+def list_subclasses(cls: type) -> list[type]:
+    return [s for direct in cls.__subclasses__() for s in (direct, *list_subclasses(direct))]
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def all_subclasses(cls: type) -> list[type]:
     ],
 )
 def test_a_dry_run_names_the_problems_and_fails(expert, extra, problem, tmp_path, capsys) -> None:
-    base, _ = three(llama, tmp_path)
-    save(llama(layers=1), tmp_path / "short")
+    base, _ = save_three(make_llama, tmp_path)
+    save(make_llama(layers=1), tmp_path / "short")
     with pytest.raises(InputError, match="would not work"):
         merge_command(
             tmp_path, f"base={base}", f"experts=[{tmp_path / expert}]", "merger=ties", "dry_run=true", *extra
@@ -175,8 +175,8 @@ def test_a_dry_run_names_the_problems_and_fails(expert, extra, problem, tmp_path
     ],
 )
 def test_a_dry_run_reports_all_else_where_vocabularies_do_not_fit(extra, problem, tmp_path, capsys) -> None:
-    base, _ = three(llama, tmp_path)
-    longer = save(tuned(llama(vocabulary=38), 3), tmp_path / "longer")
+    base, _ = save_three(make_llama, tmp_path)
+    longer = save(tune(make_llama(vocabulary=38), 3), tmp_path / "longer")
     arguments = [f"base={base}", f"experts=[{longer}]", "merger=ties", f"out={tmp_path / 'out'}", *extra]
     with pytest.raises(InputError, match="would not work"):
         merge_command(tmp_path, *arguments, "dry_run=true")

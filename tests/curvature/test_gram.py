@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from curvature.models import CASES, noise
+from curvature.models import CASES, draw_noise
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -11,7 +11,7 @@ from mergekit_lab.curvature import input_grams
 from mergekit_lab.merging import RegMean, merge_state_dicts
 
 
-def entering(model: nn.Module, run) -> dict[str, torch.Tensor]:
+def record_entering(model: nn.Module, run) -> dict[str, torch.Tensor]:
     """Rows that entered every linear module, by hooks."""
     rows: dict[str, list[torch.Tensor]] = {}
 
@@ -31,7 +31,7 @@ def entering(model: nn.Module, run) -> dict[str, torch.Tensor]:
 def test_every_linear_module_has_the_gram_of_its_inputs(name: str) -> None:
     case = CASES[name]()
     batches = [case.batch, {k: v[:2] for k, v in case.batch.items()}]
-    rows = entering(case.model, lambda: [case.model(**b) for b in batches])
+    rows = record_entering(case.model, lambda: [case.model(**b) for b in batches])
     grams = input_grams(case.model, batches)
     tied = {n for n, _ in case.model.named_modules()} - {
         n.rpartition(".")[0] for n, _ in case.model.named_parameters()
@@ -62,7 +62,7 @@ def test_the_projections_inside_torchs_attention_have_theirs() -> None:
 
 def test_batches_are_weighed_by_their_rows() -> None:
     layer = nn.Sequential(nn.Linear(4, 2))
-    x = noise(7, 3, 4)
+    x = draw_noise(7, 3, 4)
     whole = input_grams(layer, [(x, None)])["0"]
     parts = input_grams(layer, [(x[:5], None), (x[5:], None)])["0"]
     torch.testing.assert_close(parts, whole)
@@ -74,7 +74,7 @@ class Queried(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.query = nn.Parameter(noise(4))
+        self.query = nn.Parameter(draw_noise(4))
         self.inner = nn.Linear(4, 4)
         self.outer = Conv1D(2, 4)
 
@@ -84,7 +84,7 @@ class Queried(nn.Module):
 
 
 def test_a_vector_is_one_row_and_keywords_are_understood() -> None:
-    model, x = Queried(), noise(7, 4)
+    model, x = Queried(), draw_noise(7, 4)
     grams = input_grams(model, [(x, None)])
     torch.testing.assert_close(grams["inner"], torch.outer(model.query, model.query).detach())
     rows = (x + model.inner(model.query)).detach()
@@ -93,7 +93,7 @@ def test_a_vector_is_one_row_and_keywords_are_understood() -> None:
 
 def test_a_model_without_linear_layers_is_refused() -> None:
     with pytest.raises(InputError, match="no linear layer was reached"):
-        input_grams(nn.ReLU(), [(noise(2, 3), None)])
+        input_grams(nn.ReLU(), [(draw_noise(2, 3), None)])
     with pytest.raises(InputError, match="no linear layer was reached"):
         input_grams(nn.Linear(3, 2), [])
 
@@ -104,7 +104,7 @@ def test_regmean_with_them_gives_the_least_squares_weights_of_attention_too() ->
     for seed in (1, 2):
         torch.manual_seed(seed)
         model = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True).double()
-        rows[str(seed)] = noise(20, 3, 6).double() @ torch.randn(6, 6).double()
+        rows[str(seed)] = draw_noise(20, 3, 6).double() @ torch.randn(6, 6).double()
         experts[str(seed)] = model.state_dict()
         grams[str(seed)] = input_grams(model, [(rows[str(seed)], None)])
     base = {name: torch.zeros_like(value) for name, value in experts["1"].items()}

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from composing import TINY, composed
+from composing import TINY, compose_config
 from omegaconf import OmegaConf, open_dict
 
 import mergekit_lab
@@ -75,7 +75,7 @@ def test_a_stopped_merge_promises_no_more_than_it_keeps() -> None:
 @pytest.mark.parametrize("overrides", [["stage=store"], ["dry_run=true"], ["+experiment=merge_checkpoints"]])
 def test_what_makes_no_results_makes_no_folder(overrides, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    cfg, _ = composed(overrides)
+    cfg, _ = compose_config(overrides)
     with open_dict(cfg):
         cfg.hydra = {"run": {"dir": "outputs/now"}, "overrides": {"task": overrides, "hydra": []}}
     RunFolder().on_run_start(cfg)
@@ -103,7 +103,7 @@ def test_a_device_that_is_not_there_is_one_line(device: str) -> None:
 
 
 def test_warm_up_is_a_share_of_the_steps_whatever_their_number() -> None:
-    cfg, _ = composed(["+experiment=quickstart", "training.steps=10"])
+    cfg, _ = compose_config(["+experiment=quickstart", "training.steps=10"])
     settings = TrainingSettings(**cfg.training)
     assert (settings.warmup, settings.with_steps(50).warmup) == (1, 5)
     whole = TrainingSettings(steps=100, batch_size=1, lr=1.0, weight_decay=0.0, warmup_steps=10)
@@ -125,7 +125,7 @@ class Made:
 def test_a_plan_prices_a_training_by_its_gradients() -> None:
     plain, sam = (
         {"training": {"steps": 10}, "optimizer": OmegaConf.to_container(cfg.optimizer, resolve=True)}
-        for cfg in (composed([f"optimizer={name}"])[0] for name in ("adamw", "sam"))
+        for cfg in (compose_config([f"optimizer={name}"])[0] for name in ("adamw", "sam"))
     )
     assert estimate_seconds(Made("joint", sam), [Made("joint", plain, 100.0)]) == 200.0  # type: ignore[arg-type]
 

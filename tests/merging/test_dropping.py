@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from merging.conftest import F64, draw, merge_one, relative_error
-from merging.world import assert_equal, run, world
+from merging.conftest import F64, draw, measure_error, merge_one
+from merging.world import assert_equal, make_world, run
 from torch import Tensor
 
 from mergekit_lab import InputError
@@ -22,7 +22,7 @@ from mergekit_lab.merging.dropping import (
 
 def test_dare_without_dropping_is_its_inner_method() -> None:
     for inner in (TaskArithmetic(coefficient=0.3), TIES(density=0.3), WeightAverage()):
-        assert_equal(run(DARE(density=1.0, inner=inner), *world()), run(inner, *world()))
+        assert_equal(run(DARE(density=1.0, inner=inner), *make_world()), run(inner, *make_world()))
 
 
 def test_dare_is_unbiased_and_drops_the_stated_share() -> None:
@@ -117,7 +117,7 @@ def test_della_without_a_window_is_dare() -> None:
     deltas = draw(3, 50, 40)
     for inner in (TaskArithmetic(coefficient=0.4), TIES(preset="mergekit", density=1.0)):
         merged = merge_one(DELLA(density=0.5, epsilon=0.0, seed=3, inner=inner), deltas)
-        assert relative_error(merged, merge_one(DARE(density=0.5, seed=3, inner=inner), deltas)) < 1e-12
+        assert measure_error(merged, merge_one(DARE(density=0.5, seed=3, inner=inner), deltas)) < 1e-12
 
 
 def test_della_is_unbiased_and_keeps_large_entries_more_often() -> None:

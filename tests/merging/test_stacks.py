@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from merging.conftest import draw, relative_error
+from merging.conftest import draw, measure_error
 from torch import Tensor
 
 from mergekit_lab import InputError
@@ -69,13 +69,13 @@ def split_model(seed: int) -> dict[str, Tensor]:
 def stack_model(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same, as transformers 5 has it in memory."""
 
-    def each(name: str) -> list[Tensor]:
+    def list_members(name: str) -> list[Tensor]:
         return [state[f"{PREFIX}.{e}.{name}.weight"] for e in range(EXPERTS)]
 
-    pairs = zip(each("gate_proj"), each("up_proj"), strict=True)
+    pairs = zip(list_members("gate_proj"), list_members("up_proj"), strict=True)
     stacked = {
         "gate_up_proj": torch.stack([torch.cat(pair) for pair in pairs]),
-        "down_proj": torch.stack(each("down_proj")),
+        "down_proj": torch.stack(list_members("down_proj")),
     }
     others = {name: value for name, value in state.items() if not name.startswith(PREFIX)}
     return others | {f"{PREFIX}.{name}": value for name, value in stacked.items()}
@@ -101,12 +101,12 @@ def test_both_layouts_of_a_mixture_merge_to_the_same(method: Method, dtype: torc
     )
     summed = getattr(method, "normalize", "none") != "none"
     for name, value in stack_model(wanted).items():
-        assert relative_error(merged[name], value) < 1e-12 if summed else torch.equal(merged[name], value), name
+        assert measure_error(merged[name], value) < 1e-12 if summed else torch.equal(merged[name], value), name
     assert stacked_notes.keys() == notes.keys()
     assert summed or stacked_notes == notes
     down = f"{PREFIX}.down_proj"
     mean = stack_model(merge_state_dicts(base, experts, TaskArithmetic(coefficient=0.5)))[down]
-    assert relative_error(merged[down], mean) > 1e-3
+    assert measure_error(merged[down], mean) > 1e-3
 
 
 @pytest.mark.parametrize("method", [Fisher(), DARE(density=0.5), TaskArithmetic()], ids=repr)
@@ -130,7 +130,7 @@ def test_an_accelerator_factorizes_some_members_at_a_time(monkeypatch: pytest.Mo
     for room in (1, 2, 3):
         monkeypatch.setattr(stream, "count_members", lambda reader, name, room=room: room)
         merged = merge_state_dicts(base, experts, TSVM())
-        assert all(relative_error(merged[name], value) < 1e-12 for name, value in wanted.items())
+        assert all(measure_error(merged[name], value) < 1e-12 for name, value in wanted.items())
 
 
 def test_members_are_weighed_as_their_stack_is() -> None:
@@ -149,7 +149,7 @@ def test_members_are_weighed_as_their_stack_is() -> None:
 def test_stacks_of_transposed_matrices_merge_as_upright_ones(method: Method) -> None:
     """`[E, in, out]` and their biases, as gpt-oss has them; the fused projection is one matrix there."""
 
-    def model(seed: int, transposed: bool) -> dict[str, Tensor]:
+    def make_model(seed: int, transposed: bool) -> dict[str, Tensor]:
         up, down = draw(EXPERTS, 2 * INNER, OUTER, seed=seed), draw(EXPERTS, OUTER, INNER, seed=seed + 9)
         state = {"gate_up_proj": up.mT.contiguous(), "down_proj": down.mT.contiguous()}
         if not transposed:
@@ -173,17 +173,17 @@ def test_stacks_of_transposed_matrices_merge_as_upright_ones(method: Method) -> 
     statistics = {"gram": grams} if method.side_inputs else {}
     merged, wanted = (
         merge_state_dicts(base, experts, method, statistics=statistics)
-        for base, *experts in ([model(seed, layout) for seed in range(3)] for layout in (True, False))
+        for base, *experts in ([make_model(seed, layout) for seed in range(3)] for layout in (True, False))
     )
     for name, value in wanted.items():
         parts = name.removeprefix(f"{PREFIX}.").split(".")
         other = merged[f"{PREFIX}.{parts[1]}"][int(parts[0])].mT if parts[0].isdigit() else merged[name]
-        assert relative_error(other, value) < 1e-12, name
-    base, *experts = (model(seed, True) for seed in range(3))
+        assert measure_error(other, value) < 1e-12, name
+    base, *experts = (make_model(seed, True) for seed in range(3))
     mean = merge_state_dicts(base, experts, TaskArithmetic(coefficient=0.5))
     bias = f"{PREFIX}.down_proj_bias"
     kept = isinstance(method, WUDI | DOGE)
-    assert relative_error(merged[bias], base[bias] if kept else mean[bias]) < 1e-12
+    assert measure_error(merged[bias], base[bias] if kept else mean[bias]) < 1e-12
 
 
 def test_stacks_are_known_by_name_and_shape() -> None:

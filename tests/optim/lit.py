@@ -63,7 +63,7 @@ class Lit(lightning.LightningModule):
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.shown.append(self.problem.weights())
+        self.shown.append(self.problem.copy_weights())
 
 
 class Rows:

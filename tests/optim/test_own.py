@@ -30,7 +30,7 @@ def test_mix_alone_makes_the_gradient_of_the_base() -> None:
     plain.closure()
     base.step()
     assert len(mixed.losses) == 2
-    assert_equal_bits(mixed.weights(), plain.weights())
+    assert_equal_bits(mixed.copy_weights(), plain.copy_weights())
 
 
 def test_what_a_class_saves_joins_what_its_parents_save() -> None:

@@ -8,7 +8,9 @@ from mergekit_lab.reporting.bootstrap import add_intervals
 from mergekit_lab.reporting.report import compare
 
 
-def drawn(record, shares: dict[str, float], size: int = 400, tasks: int = 2, seeds: int = 1, base: int = 0):
+def draw_records(
+    record, shares: dict[str, float], size: int = 400, tasks: int = 2, seeds: int = 1, base: int = 0
+):
     """Records whose values are means of random zeros and ones, and these."""
     random = np.random.default_rng(base)
     records, samples = [], {}
@@ -26,7 +28,7 @@ def drawn(record, shares: dict[str, float], size: int = 400, tasks: int = 2, see
 
 
 def test_the_interval_is_that_of_a_mean_of_independent_samples(record) -> None:
-    records, samples = drawn(record, {"a": 0.7, "b": 0.3}, size=2000, tasks=1)
+    records, samples = draw_records(record, {"a": 0.7, "b": 0.3}, size=2000, tasks=1)
     row = add_intervals(build_table(records), samples, draws=4000).rows[0]
     low, high = row.interval
     p = row.average.mean
@@ -35,7 +37,7 @@ def test_the_interval_is_that_of_a_mean_of_independent_samples(record) -> None:
 
 
 def test_a_model_that_is_better_on_most_samples_is_told_apart_and_a_near_twin_is_not(record) -> None:
-    records, samples = drawn(record, {"best": 0.80, "twin": 0.799, "worse": 0.55})
+    records, samples = draw_records(record, {"best": 0.80, "twin": 0.799, "worse": 0.55})
     table = add_intervals(build_table(records), samples)
     close = [row.label for row in table.rows if row.close]
     assert close in (["best"], ["twin"])
@@ -75,7 +77,7 @@ def test_seeds_that_disagree_widen_the_interval(record) -> None:
 
 
 def test_without_the_samples_of_every_evaluation_a_row_has_no_interval(record) -> None:
-    records, samples = drawn(record, {"a": 0.7, "b": 0.3})
+    records, samples = draw_records(record, {"a": 0.7, "b": 0.3})
     del samples[records[0].evaluation_key]
     rows = {row.label: row for row in add_intervals(build_table(records), samples).rows}
     assert rows["a"].interval is None
@@ -85,7 +87,7 @@ def test_without_the_samples_of_every_evaluation_a_row_has_no_interval(record) -
 
 @pytest.mark.parametrize("lacks", ["a seed", "a task of a seed"])
 def test_an_odd_row_is_left_out_with_a_note_and_costs_the_others_nothing(record, lacks) -> None:
-    records, samples = drawn(record, {"a": 0.70, "b": 0.699, "odd": 0.5}, seeds=2)
+    records, samples = draw_records(record, {"a": 0.70, "b": 0.699, "odd": 0.5}, seeds=2)
     whole = add_intervals(build_table(records), samples)
     kept = [
         r for r in records
@@ -101,7 +103,7 @@ def test_an_odd_row_is_left_out_with_a_note_and_costs_the_others_nothing(record,
 
 
 def test_the_same_samples_give_the_same_interval_and_a_comparison_has_them_too(record, tmp_path) -> None:
-    records, samples = drawn(record, {"a": 0.7, "b": 0.69, "c": 0.4})
+    records, samples = draw_records(record, {"a": 0.7, "b": 0.69, "c": 0.4})
     contents = {"curves": {}, "searches": {}, "config_yaml": "", "timings": {}, "title": "x"}
     first = write_report(tmp_path / "run", records, samples=samples, **contents)
     assert first.table == add_intervals(build_table(records), samples)
@@ -116,7 +118,7 @@ def test_the_same_samples_give_the_same_interval_and_a_comparison_has_them_too(r
 
 
 def test_a_damaged_file_of_samples_is_a_failure_of_its_run_alone(record, tmp_path) -> None:
-    records, samples = drawn(record, {"a": 0.7, "b": 0.5})
+    records, samples = draw_records(record, {"a": 0.7, "b": 0.5})
     contents = {"curves": {}, "searches": {}, "config_yaml": "", "timings": {}, "title": "x"}
     for name in ("one", "two"):
         write_report(tmp_path / name, records, samples=samples, **contents)

@@ -230,17 +230,17 @@ def test_references_are_never_marked_as_rows_or_columns(record) -> None:
 
 
 def test_shares_of_experts_of_different_strength_have_the_value_beside_them_and_a_note(record) -> None:
-    def table(weak: float):
+    def make_table(weak: float):
         return tabulate_across(
             [record(value=0.45, expert_value=0.9), record(optimizer="sam", value=0.4, expert_value=weak)],
             "optimizer×merger",
         )
 
-    unequal = table(0.5)
+    unequal = make_table(0.5)
     assert [row[0].text for row in unequal.cells] == ["50.0 (45.0)", "80.0 (40.0)"]
     assert "from 50.0 to 90.0" in unequal.notes[1]
     assert "| 50.0 (45.0) |" in to_markdown(unequal)
     assert next(csv.reader(to_csv(unequal).splitlines())) == ["optimizer × merger", "ties", "ties value"]
-    assert [row[0].text for row in table(0.9).cells] == ["50.0", "44.4"]
+    assert [row[0].text for row in make_table(0.9).cells] == ["50.0", "44.4"]
     by_task = [record(task=task, value=0.4, expert_value=e) for task, e in (("a", 0.5), ("b", 0.9))]
     assert tabulate_across(by_task, "merger×task").cells[0][0].text == "80.0"  # tasks are not compared

@@ -72,7 +72,7 @@ class Page(HTMLParser):
         if self.open and {"td", "th"} & set(self.open) and "unseen" not in str(self.elements[-1]):
             self.rows[-1][-1] += data
 
-    def all(self, tag):
+    def find_all(self, tag):
         return [attributes for name, attributes in self.elements if name == tag]
 
 
@@ -142,13 +142,13 @@ def test_the_page_is_one_file_that_asks_for_nothing(written):
     sources = [value for _, attributes in page.elements for name, value in attributes.items()
                if name in ("src", "href", "action", "style") or name.startswith("on")]  # fmt: skip
     assert all(re.match(r"data:(image/svg\+xml|text/plain);base64,", source) for source in sources)
-    assert not page.all("link")
+    assert not page.find_all("link")
     assert len(text) < 5_000_000
 
 
 def test_the_policy_names_the_style_and_the_scripts_of_the_page_and_allows_nothing_else(written):
     text = written.html.read_text()
-    policy = Page(text).all("meta")[2]["content"]
+    policy = Page(text).find_all("meta")[2]["content"]
     held = re.findall("<style>(.*?)</style>|<script>(.*?)</script>", text, re.S)
     digests = [hashlib.sha256("".join(each).encode()).digest() for each in held]
     assert re.findall("'sha256-(.*?)'", policy) == [base64.b64encode(digest).decode() for digest in digests]
@@ -165,7 +165,7 @@ def test_figures_beyond_the_pages_room_are_named(tmp_path, study, monkeypatch):
 
 
 def test_the_table_can_be_downloaded_from_the_page(written):
-    links = Page(written.html.read_text()).all("a")
+    links = Page(written.html.read_text()).find_all("a")
     for link in links:
         content = base64.b64decode(link["href"].split(",")[1])
         assert content == (written.html.parent / link["download"]).read_bytes()
@@ -173,7 +173,7 @@ def test_the_table_can_be_downloaded_from_the_page(written):
 
 
 def test_the_page_embeds_every_figure_with_a_text_for_it(written):
-    images = Page(written.html.read_text()).all("img")
+    images = Page(written.html.read_text()).find_all("img")
     embedded = [base64.b64decode(image["src"].split(",")[1]) for image in images]
     assert embedded == [path.with_suffix(".svg").read_bytes() for path in written.figures]
     assert all(image["alt"] for image in images)
@@ -195,10 +195,10 @@ def test_the_pages_table_holds_the_values_of_the_table_with_the_means_first(writ
 
 def test_headings_are_buttons_that_tell_their_order_and_cells_carry_the_number(written):
     page = Page(written.html.read_text())
-    headings = [button for button in page.all("button") if not button.get("class")]
+    headings = [button for button in page.find_all("button") if not button.get("class")]
     assert len(headings) == len(written.table.columns) + 2 + 1, "and one that closes a figure"
-    assert [th["aria-sort"] for th in page.all("th") if "aria-sort" in th] == ["none"] * 6
-    sortable = [td["data-value"] for td in page.all("td") if "data-value" in td]
+    assert [th["aria-sort"] for th in page.find_all("th") if "aria-sort" in th] == ["none"] * 6
+    sortable = [td["data-value"] for td in page.find_all("td") if "data-value" in td]
     assert float(sortable[0]) == written.table.rows[0].average.mean
 
 
@@ -216,9 +216,9 @@ def test_no_name_error_or_configuration_reaches_the_page_as_markup(tmp_path, rec
     )
     text = paths.html.read_text()
     page = Page(text)
-    assert len(page.all("script")) == text.count("</script>") == 5 + len(paths.figures)
+    assert len(page.find_all("script")) == text.count("</script>") == 5 + len(paths.figures)
     assert all("onerror" not in attributes for _, attributes in page.elements)
-    assert len(page.all("img")) == len(paths.figures)
+    assert len(page.find_all("img")) == len(paths.figures)
     assert page.rows[1][1] == EVIL
     assert "<img" not in paths.summary.read_text()
 

@@ -7,34 +7,34 @@ from mergekit_lab import InputError
 from mergekit_lab.reporting import CsvTracker, TensorBoardTracker, Tracker, build_table
 
 
-def rows(path):
+def read_rows(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
-def started(folder):
+def start_tracker(folder):
     tracker = CsvTracker()
     tracker.start({"seed": 0}, run_dir=folder, name="n")
     return tracker
 
 
 def test_metrics_are_rows_under_their_names(tmp_path):
-    tracker = started(tmp_path / "run")
+    tracker = start_tracker(tmp_path / "run")
     tracker.log({"loss": 2.5}, step=1)
     tracker.log({"loss": 1.0 / 3.0}, step=2)
     tracker.finish()
-    assert rows(tmp_path / "run" / "metrics.csv") == [
+    assert read_rows(tmp_path / "run" / "metrics.csv") == [
         {"step": "1", "loss": "2.5"},
         {"step": "2", "loss": repr(1.0 / 3.0)},
     ]
 
 
 def test_a_metric_met_later_adds_a_column_and_loses_nothing(tmp_path):
-    tracker = started(tmp_path)
+    tracker = start_tracker(tmp_path)
     tracker.log({"loss": 2.0}, step=1)
     tracker.log({"accuracy, top 1": 0.5}, step=2)
     tracker.log({"loss": 1.0}, step=1)
-    assert rows(tmp_path / "metrics.csv") == [
+    assert read_rows(tmp_path / "metrics.csv") == [
         {"step": "1", "loss": "2.0", "accuracy, top 1": ""},
         {"step": "2", "loss": "", "accuracy, top 1": "0.5"},
         {"step": "1", "loss": "1.0", "accuracy, top 1": ""},
@@ -42,12 +42,12 @@ def test_a_metric_met_later_adds_a_column_and_loses_nothing(tmp_path):
 
 
 def test_a_resumed_run_goes_on_after_a_line_that_was_cut_off(tmp_path):
-    tracker = started(tmp_path)
+    tracker = start_tracker(tmp_path)
     tracker.log({"loss": 2.0, "lr": 0.1}, step=1)
     with (tmp_path / "metrics.csv").open("a") as file:
         file.write("2,1.")
-    started(tmp_path).log({"lr": 0.2, "loss": 0.5}, step=3)
-    assert rows(tmp_path / "metrics.csv") == [
+    start_tracker(tmp_path).log({"lr": 0.2, "loss": 0.5}, step=3)
+    assert read_rows(tmp_path / "metrics.csv") == [
         {"step": "1", "loss": "2.0", "lr": "0.1"},
         {"step": "2", "loss": "1.", "lr": ""},
         {"step": "3", "loss": "0.5", "lr": "0.2"},
@@ -110,7 +110,7 @@ def test_the_base_tracker_writes_nothing(tmp_path, record):
     assert not list(tmp_path.iterdir())
 
 
-def events(folder):
+def read_events(folder):
     """Names, steps and values of an event file: length, checksum, message, checksum, and so on."""
     from tensorboardX.proto.event_pb2 import Event
 
@@ -136,7 +136,9 @@ def test_tensorboards_files_hold_metrics_the_leaderboard_and_figures_by_job(tmp_
         tracker.log_summary(build_table([record(value=0.6, expert_value=0.8)]))
         tracker.log_figure("mergers", tmp_path / "figure.png")
         tracker.finish()
-    logged = {tag: (step, value) for tag, step, value in events(tmp_path / "run" / "tensorboard" / "evaluate")}
+    logged = {
+        tag: (step, value) for tag, step, value in read_events(tmp_path / "run" / "tensorboard" / "evaluate")
+    }
     assert (logged["evaluate/loss"][0], logged["evaluate/loss"][1].simple_value) == (7, 2.5)
     assert logged["ties/normalized"][1].simple_value == pytest.approx(0.75)
     assert (logged["mergers"][1].image.height, logged["mergers"][1].image.width) == (100, 100)

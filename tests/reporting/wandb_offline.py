@@ -7,7 +7,7 @@ from pathlib import Path
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
 
-def offline_records(folder):
+def read_offline_records(folder):
     """The protobuf records of the offline run under `folder`: a LevelDB log after a 7-byte header."""
     import wandb
     from wandb.proto.wandb_internal_pb2 import Record
@@ -30,5 +30,5 @@ def offline_records(folder):
     return records
 
 
-def items(updates):
+def read_items(updates):
     return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in updates}

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import yaml
-from composing import TINY, composed
+from composing import TINY, compose_config
 from hydra.utils import get_class
 from pictures import leave_undrawn
 
@@ -64,7 +64,7 @@ FILES = sorted((find_conf_dir() / "analysis").glob("*.yaml"))
 
 
 def go(folder: Path, store: Path, *overrides: str) -> None:
-    cfg, choices = composed([*TINY, f"store.root={store}", *overrides])
+    cfg, choices = compose_config([*TINY, f"store.root={store}", *overrides])
     start(cfg, folder, choices, list(overrides))
 
 
@@ -123,7 +123,7 @@ def test_the_analysis_of_the_page_measures_the_stored_experts(trained, tmp_path,
     page = (Path(__file__).parents[2] / "docs/analysis.md").read_text()
     (tmp_path / "my_analyses.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
     monkeypatch.syspath_prepend(tmp_path)
-    cfg, choices = composed([*TINY, f"store.root={trained[1]}", "joint=false"])
+    cfg, choices = compose_config([*TINY, f"store.root={trained[1]}", "joint=false"])
     cfg.analysis = {"_target_": "my_analyses.Distance"}
     run = Run(cfg, tmp_path, choices)
     moved = build(cfg.analysis, Analysis).compute(run, tmp_path)
@@ -203,7 +203,7 @@ def test_what_was_finished_of_one_that_was_cut_is_read_back(
     name: str, where, what: str, pieces: int, trained, tmp_path, monkeypatch
 ) -> None:
     overrides = [f"store.root={trained[1]}", "joint=false", f"analysis={name}", *SMALL[name]]
-    cfg, choices = composed([*TINY, *overrides])
+    cfg, choices = compose_config([*TINY, *overrides])
     if name == "curvature_gain":  # which takes Fishers from the store
         go(tmp_path / "fishers", trained[1], "merger=epimer", "joint=false", "stage=[curvature]")
     context, analysis = Run(cfg, tmp_path, choices), build(cfg.analysis, Analysis)
@@ -324,10 +324,10 @@ def test_a_task_whose_expert_scores_zero_does_not_choose_the_coefficient(
     own = {"digits": 0.8, "latin": 0.0}
 
     def evaluate(model, weights, label, alphas, tasks, size):
-        def at(task, alpha):
+        def get_value(task, alpha):
             return own[task] if label in tasks else values[task][alpha]
 
-        return {t: {"loss": [1.0] * len(alphas), "value": [at(t, a) for a in alphas]} for t in tasks}
+        return {t: {"loss": [1.0] * len(alphas), "value": [get_value(t, a) for a in alphas]} for t in tasks}
 
     monkeypatch.setattr(sweeps, "evaluate_line", evaluate)
     (point,) = analyze(tmp_path / "a", trained[1], "expert_count", "analysis.samples=19")["points"]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from composing import composed
-from language import save_tiny, tiny_backbone
+from composing import compose_config
+from language import make_tiny_backbone, save_tiny
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
@@ -31,7 +31,7 @@ from mergekit_lab.tasks import HarnessTask
 HERE = ["progress=false", "device=cpu"]
 
 
-def beside_harness(test):
+def run_beside_harness(test):
     """A test of the harness itself; what other packages warn of is not ours."""
     there = util.find_spec("lm_eval") is not None
     marks = [
@@ -103,7 +103,7 @@ def inputs(tmp_path_factory):
     return folder
 
 
-@beside_harness
+@run_beside_harness
 def test_scores_are_those_of_the_harness_s_own_command_line(inputs, tmp_path, monkeypatch, capfd) -> None:
     """Models in memory, whatever their batch; the command loads the folder."""
     monkeypatch.chdir(tmp_path)
@@ -115,7 +115,7 @@ def test_scores_are_those_of_the_harness_s_own_command_line(inputs, tmp_path, mo
     ]  # fmt: skip
     subprocess.run([sys.executable, "-m", "lm_eval", *arguments], check=True, capture_output=True, cwd=tmp_path)
     reference = json.loads(next(tmp_path.glob("out*.json")).read_text())["results"]
-    backbone = tiny_backbone(inputs / "names", "llama")
+    backbone = make_tiny_backbone(inputs / "names", "llama")
     for name, metrics in {
         "pick": {"acc": "acc,none", "acc_norm": "acc_norm,none"},
         "say": {"chrf,start": "chrf,start", "chrf,all": "chrf,all"},
@@ -133,7 +133,7 @@ def test_scores_are_those_of_the_harness_s_own_command_line(inputs, tmp_path, mo
     assert len({*ours.metrics.values(), 0.0, 1.0}) == 3, "a value that a broken harness would give too"
 
 
-@beside_harness
+@run_beside_harness
 @pytest.mark.parametrize(
     ("architecture", "how"),
     [("llama", {"apply_chat_template": True, "num_fewshot": 1}), ("t5", {"limit": 0.5})],
@@ -148,7 +148,7 @@ def test_settings_and_models_mean_what_they_mean_to_the_harness(inputs, tmp_path
         task_manager=TaskManager(include_path=str(inputs / "tasks"), include_defaults=False), bootstrap_iters=0,
         **how,
     )  # fmt: skip
-    backbone = tiny_backbone(folder, architecture)
+    backbone = make_tiny_backbone(folder, architecture)
     task = HarnessTask("pick", include_path=str(inputs / "tasks"), **how)
     ours = score_with_harness(backbone.make_model(), backbone.load_tokenizer(), task)
     assert ours.samples["acc"] == [sample["acc"] for sample in reference["samples"]["pick"]]
@@ -160,9 +160,9 @@ def test_settings_and_models_mean_what_they_mean_to_the_harness(inputs, tmp_path
     assert samples == ours.samples, "as on CUDA, where the harness finds how many rows fit"
 
 
-@beside_harness
+@run_beside_harness
 def test_what_records_cannot_hold_and_what_is_not_there_is_refused(inputs, tmp_path) -> None:
-    backbone, include = tiny_backbone(inputs / "base", "llama"), str(inputs / "tasks")
+    backbone, include = make_tiny_backbone(inputs / "base", "llama"), str(inputs / "tasks")
     with pytest.raises(InputError, match="word_perplexity"):
         score_with_harness(
             backbone.make_model(), backbone.load_tokenizer(), HarnessTask("read", include_path=include)
@@ -178,7 +178,7 @@ def test_what_records_cannot_hold_and_what_is_not_there_is_refused(inputs, tmp_p
 
 def run(folder: Path, inputs: Path, *arguments: str):
     overrides = [*arguments, *HERE, f"suite.include_path={inputs}/tasks", f"store.root={inputs}/store"]
-    cfg, choices = composed(overrides)
+    cfg, choices = compose_config(overrides)
     start(cfg, folder, choices, overrides)
     return read_records(folder / "records.jsonl")
 
@@ -187,7 +187,7 @@ def run(folder: Path, inputs: Path, *arguments: str):
 def test_an_adapter_is_an_expert_and_all_its_files_are_in_its_name(inputs, tmp_path) -> None:
     from peft import LoraConfig, get_peft_model
 
-    backbone, lora = tiny_backbone(inputs / "base", "llama"), tmp_path / "lora"
+    backbone, lora = make_tiny_backbone(inputs / "base", "llama"), tmp_path / "lora"
     config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     adapted = get_peft_model(backbone.make_model(), config)
     adapted.save_pretrained(lora)
@@ -201,7 +201,7 @@ def test_an_adapter_is_an_expert_and_all_its_files_are_in_its_name(inputs, tmp_p
     assert read_import_content(str(lora), {}, "") != named
 
 
-@beside_harness
+@run_beside_harness
 def test_a_run_scores_all_its_models_and_the_store_knows_each_by_its_settings(inputs, tmp_path) -> None:
     compare = [
         "+experiment=compare_mergers", f"base={inputs}/base", f"experts=[{inputs}/sums,{inputs}/names]",
@@ -250,23 +250,25 @@ def test_what_a_result_says_is_a_fraction_where_larger_is_better_or_left_out() -
 
 
 def test_without_the_package_its_extra_is_named(monkeypatch) -> None:
-    def lacking(name: str) -> str:
+    def raise_not_found(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr("mergekit_lab.tasks.harness.metadata.version", lacking)
+    monkeypatch.setattr("mergekit_lab.tasks.harness.metadata.version", raise_not_found)
     with pytest.raises(InputError, match=r"'mergekit_lab\[lm_eval\]'"):
         HarnessTask("gsm8k").describe_content()
 
 
-def settled(folder: Path, *arguments: str):
-    cfg, choices = composed(["suite=lm_eval", "backbone=hf_causal", "base=B", "joint=false", *HERE, *arguments])
+def settle_run(folder: Path, *arguments: str):
+    cfg, choices = compose_config(
+        ["suite=lm_eval", "backbone=hf_causal", "base=B", "joint=false", *HERE, *arguments]
+    )
     cfg = settle(settle(cfg))
     check(cfg)
     return cfg, folder, choices
 
 
 def test_tasks_and_checkpoints_are_written_out_with_settings_of_their_own(tmp_path) -> None:
-    cfg, *_ = settled(
+    cfg, *_ = settle_run(
         tmp_path,
         "suite.lm_eval_tasks=[gsm8k,arc_easy]", "suite.num_fewshot={gsm8k: 8}", "suite.limit=10",
         "suite.metric={arc_easy: acc_norm}", "experts=[x/math,y/code]",
@@ -307,7 +309,7 @@ def test_tasks_and_checkpoints_are_written_out_with_settings_of_their_own(tmp_pa
 )
 def test_what_the_harness_cannot_give_is_refused_with_the_way_out(arguments, message, tmp_path) -> None:
     with pytest.raises(InputError, match=message):
-        Run(*settled(tmp_path, *arguments))
+        Run(*settle_run(tmp_path, *arguments))
 
 
 def test_checkpoints_of_any_architecture_are_scored_on_our_tasks_too(inputs, tmp_path) -> None:
@@ -317,7 +319,7 @@ def test_checkpoints_of_any_architecture_are_scored_on_our_tasks_too(inputs, tmp
         "suite=word_problems",
         f"texts=[{inputs}/sums.csv]", "backbone.max_length=64", *HERE, f"store.root={tmp_path}/store",
     ]  # fmt: skip
-    cfg, choices = composed(arguments)
+    cfg, choices = compose_config(arguments)
     start(cfg, tmp_path / "run", choices, arguments)
     records = read_records(tmp_path / "run/records.jsonl")
     assert [(r.label, r.kind, r.task, r.metric) for r in records] == [

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from annotated_types import Ge, Gt, Le, MinLen
-from composing import composed
+from composing import compose_config
 from omegaconf import OmegaConf
 
 from mergekit_lab import InputError
@@ -110,13 +110,13 @@ def theirs(monkeypatch):
         def __init__(self, *_, **__) -> None:
             called.append("Stranger")
 
-    def factory(density: float = 0.2) -> TIES:
+    def make_ties(density: float = 0.2) -> TIES:
         return TIES(density=density)
 
-    def silent(**_):
+    def stay_silent(**_):
         called.append("silent")
 
-    for each in (Own, Untyped, Typed, Stranger, factory, silent):
+    for each in (Own, Untyped, Typed, Stranger, make_ties, stay_silent):
         setattr(module, each.__name__, each)
     monkeypatch.setitem(sys.modules, "theirs", module)
     return called
@@ -190,7 +190,9 @@ def test_a_users_own_class_and_a_function_that_says_what_it_makes_are_targets(th
 )
 @pytest.mark.parametrize("more", [["dry_run=true"], ["stage=check_data"]])
 def test_a_run_calls_nothing_that_its_schema_does_not_name(lines, more, theirs, tmp_path) -> None:
-    cfg, choices = composed(["merger=dare", "optimizer=sam", f"store.root={tmp_path}/store", *lines, *more])
+    cfg, choices = compose_config(
+        ["merger=dare", "optimizer=sam", f"store.root={tmp_path}/store", *lines, *more]
+    )
     with pytest.raises(InputError, match="_target_"):
         start(cfg, tmp_path / "run", choices, [])
     assert theirs == []
@@ -214,4 +216,4 @@ def test_a_whole_number_is_a_float_where_one_is_declared() -> None:
 
 
 def test_a_shipped_run_passes() -> None:
-    check(composed(["merger=dare", "optimizer=sam"])[0])
+    check(compose_config(["merger=dare", "optimizer=sam"])[0])

@@ -12,14 +12,14 @@ from mergekit_lab.tasks.pretraining import list_pretraining_pairs
 TASKS = [Digits(), Mnist(), *(task() for task in SHIPPED)]
 
 
-def pictures(task, part):
+def digest_pictures(task, part):
     return {digest(*pair) for options in task.list_pairs()[part] for pair in options}
 
 
 @pytest.mark.parametrize("task", SHIPPED, ids=lambda task: task.__name__)
 def test_clean_bitmaps_of_the_parts_are_disjoint(task):
     for one, other in itertools.combinations(PARTS, 2):
-        assert not pictures(task, one) & pictures(task, other)
+        assert not digest_pictures(task, one) & digest_pictures(task, other)
 
 
 @pytest.mark.parametrize("task", [t for t in SHIPPED if t is not Style], ids=lambda task: task.__name__)
@@ -50,13 +50,13 @@ def test_pretraining_sees_no_validation_or_test_bitmap():
     assert len(seen) > 30000
     for task in SHIPPED:
         for part in ("validation", "test"):
-            assert not seen & pictures(task, part)
-            assert pictures(task, part) <= find_held_out()
+            assert not seen & digest_pictures(task, part)
+            assert digest_pictures(task, part) <= find_held_out()
 
 
 def test_pretraining_sees_training_bitmaps_so_that_zero_shot_has_a_chance():
     seen = {digest(*pair) for pair in list_pretraining_pairs()}
-    assert len(pictures(Accents, "train") & seen) > 0.9 * len(pictures(Accents, "train"))
+    assert len(digest_pictures(Accents, "train") & seen) > 0.9 * len(digest_pictures(Accents, "train"))
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)

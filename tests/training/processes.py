@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from language import Colors, tiny_backbone
-from tiny import TinyEncoder, tiny_objective
+from language import Colors, make_tiny_backbone
+from tiny import TinyEncoder, make_tiny_objective
 
 from mergekit_lab.optim import ASAM, SAM, WASAM, MergOPT
 from mergekit_lab.training import TrainingSettings, clock, finetune
@@ -57,7 +57,7 @@ def train(
     options = {"accelerator": "cpu", "enable_progress_bar": False, **trainer}
     try:
         done = finetune(
-            model, {"a": tiny_objective(head)}, OPTIMIZERS[name], settings, seed=0, resume=resume,
+            model, {"a": make_tiny_objective(head)}, OPTIMIZERS[name], settings, seed=0, resume=resume,
             trainer=options, on_metrics=look,
         )  # fmt: skip
     except Cut:
@@ -68,7 +68,7 @@ def train(
 def train_language(architecture: str, models: Path, resume: Path, **trainer: Any) -> dict[str, Any] | None:
     """Weights and validation after four steps of a tiny language model."""
     answering = "generate" if architecture == "llama" else "choices"
-    backbone = tiny_backbone(models / architecture, architecture, answering=answering)
+    backbone = make_tiny_backbone(models / architecture, architecture, answering=answering)
     optimizer = partial(MergOPT, base=partial(torch.optim.SGD, lr=0.1, momentum=0.9), scale=0.01)
     settings = TrainingSettings(
         steps=4, batch_size=8, lr=0.1, weight_decay=0.0, validations=1, accumulate=2, keep="last"
@@ -100,7 +100,7 @@ def train_by_a_clock_of_its_own(resume: Path, rank: int) -> list[float]:
     return seen
 
 
-def both(folder: str, models: str) -> None:
+def train_all(folder: str, models: str) -> None:
     """Every optimizer under DDP, some under FSDP2, language models under both; a file a rank."""
     import os
 

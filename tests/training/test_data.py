@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import TinyTask, tiny_objective
+from tiny import TinyTask, make_tiny_objective
 
 from mergekit_lab import InputError
 from mergekit_lab.backbones import ImageObjective
@@ -11,18 +11,18 @@ from mergekit_lab.training import StepBatches
 HEAD = torch.zeros(3, 8)
 
 
-def data(size: int, seed: int = 0):
-    return tiny_objective(HEAD, size, seed=seed)
+def make_objective(size: int, seed: int = 0):
+    return make_tiny_objective(HEAD, size, seed=seed)
 
 
-def flat(batches, task: str = "a") -> torch.Tensor:
+def flatten(batches, task: str = "a") -> torch.Tensor:
     return torch.cat([batch[task][0].flatten(1).float().mean(1) for batch in batches])
 
 
 def test_every_pass_shows_every_image_once_in_a_new_order() -> None:
-    objective = data(12)
+    objective = make_objective(12)
     split = objective.task.load_samples("train")
-    seen = flat(StepBatches({"a": objective}, batch_size=4, steps=6, seed=0))
+    seen = flatten(StepBatches({"a": objective}, batch_size=4, steps=6, seed=0))
     everything = split.images.flatten(1).float().mean(1).sort().values
     assert torch.equal(seen[:12].sort().values, everything)
     assert torch.equal(seen[12:].sort().values, everything)
@@ -30,27 +30,27 @@ def test_every_pass_shows_every_image_once_in_a_new_order() -> None:
 
 
 def test_starting_later_gives_the_same_batches() -> None:
-    splits = {"a": data(10), "b": data(7, seed=1)}
+    splits = {"a": make_objective(10), "b": make_objective(7, seed=1)}
     whole = list(StepBatches(splits, 6, steps=9, seed=3))
     later = list(StepBatches(splits, 6, steps=9, seed=3, start=5))
-    assert torch.equal(flat(whole[5:], "b"), flat(later, "b"))
+    assert torch.equal(flatten(whole[5:], "b"), flatten(later, "b"))
     assert len(StepBatches(splits, 6, steps=9, seed=3, start=5)) == 9
 
 
 def test_the_seed_decides_the_order() -> None:
-    split = {"a": data(12)}
-    assert not torch.equal(flat(StepBatches(split, 4, 3, seed=0)), flat(StepBatches(split, 4, 3, seed=1)))
+    split = {"a": make_objective(12)}
+    assert not torch.equal(flatten(StepBatches(split, 4, 3, seed=0)), flatten(StepBatches(split, 4, 3, seed=1)))
 
 
 def test_processes_share_one_batch_without_overlap() -> None:
-    split = {"a": data(16)}
+    split = {"a": make_objective(16)}
     one = StepBatches(split, 8, 1, seed=0).make_batch(0)["a"][0]
     parts = [StepBatches(split, 8, 1, seed=0, rank=r, world=2).make_batch(0)["a"][0] for r in range(2)]
     assert torch.equal(torch.stack(parts, dim=1).flatten(0, 1), one)
 
 
 def test_joint_batches_hold_equal_shares_of_each_task() -> None:
-    batch = StepBatches({"a": data(9), "b": data(30)}, 10, 4, seed=0).make_batch(2)
+    batch = StepBatches({"a": make_objective(9), "b": make_objective(30)}, 10, 4, seed=0).make_batch(2)
     assert [len(labels) for _, labels in batch.values()] == [5, 5]
 
 
@@ -95,7 +95,7 @@ def test_a_part_smaller_than_a_batch_is_gone_through_again_and_again() -> None:
 
 def test_nothing_to_train_on_is_refused() -> None:
     with pytest.raises(InputError, match=r"batch_size=2.*task 1 samples.*the 2"):
-        StepBatches({"a": data(3), "b": data(3)}, 2, 1, seed=0, world=2)
+        StepBatches({"a": make_objective(3), "b": make_objective(3)}, 2, 1, seed=0, world=2)
 
     class Empty(TinyTask):
         def count(self, part) -> int:

@@ -13,7 +13,7 @@ from optim.problems import (
     assert_close,
     assert_differ,
     assert_equal_bits,
-    gradients,
+    compute_gradients,
     train,
 )
 
@@ -33,11 +33,11 @@ def assert_ranks_agree(results: list[dict[str, Any]]) -> None:
         assert_equal_bits(other, one)
 
 
-def alone(make: Any, problem: Problem) -> dict[str, torch.Tensor]:
+def train_alone(make: Any, problem: Problem) -> dict[str, torch.Tensor]:
     optimizer = make(problem.model.named_parameters(), base=BASES["adamw"])
     for _ in range(distributed.STEPS):
         optimizer.step(problem.closure)
-    return problem.weights()
+    return problem.copy_weights()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -62,19 +62,19 @@ def test_a_local_ascent_equals_one_written_out(ranks) -> None:
     descent: dict[str, torch.Tensor] = {}
     for rank, problem in enumerate(parts):
         distributed.share(problem, rank)
-        start = problem.weights()
-        g = gradients(problem, start)
+        start = problem.copy_weights()
+        g = compute_gradients(problem, start)
         norm = sum((t**2).sum() for t in g.values()) ** 0.5
         away = {name: w + 0.3 * g[name] / norm for name, w in start.items()}
         assert_close(ranks[rank]["local ascent"]["sam"]["seen"][1], away, 1e-10)
-        for name, t in gradients(problem, away).items():
+        for name, t in compute_gradients(problem, away).items():
             descent[name] = descent.get(name, 0) + t / len(parts)
     plain = Problem()
     reference = BASES["adamw"](plain.model.parameters())
     for name, p in plain.model.named_parameters():
         p.grad = descent[name]
     reference.step()
-    assert_close(ranks[0]["local ascent"]["sam"]["after"][0], plain.weights(), 1e-9)
+    assert_close(ranks[0]["local ascent"]["sam"]["after"][0], plain.copy_weights(), 1e-9)
 
 
 def test_a_local_ascent_without_the_model_is_refused(ranks) -> None:
@@ -93,11 +93,11 @@ def test_an_offset_per_rank_differs_between_ranks_that_agree_after_every_step(ra
 def test_sharded_parameters_give_the_weights_of_whole_ones(ranks, name) -> None:
     results = [rank["sharded"][name] for rank in ranks]
     assert_ranks_agree(results)
-    assert_close(results[0]["after"][-1], alone(OPTIMIZERS[name], distributed.flat_problem()), 1e-9)
+    assert_close(results[0]["after"][-1], train_alone(OPTIMIZERS[name], distributed.make_flat_problem()), 1e-9)
 
 
 def test_sharded_parameters_without_a_closure_too(ranks) -> None:
-    wanted = alone(OPTIMIZERS["mergopt-laplace"], distributed.flat_problem())
+    wanted = train_alone(OPTIMIZERS["mergopt-laplace"], distributed.make_flat_problem())
     assert_close(ranks[1]["sharded without closure"], wanted, 1e-9)
 
 

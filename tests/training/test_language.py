@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from language import Colors, save_tiny, tiny_backbone
+from language import Colors, make_tiny_backbone, save_tiny
 
 from mergekit_lab.backbones import LoRA
 from mergekit_lab.backbones.rows import round_up
@@ -29,7 +29,7 @@ def test_a_cut_training_resumed_equals_the_uninterrupted_one_bit_for_bit(archite
     folder = save_tiny(tmp_path / "model", architecture)
 
     def run(name, on_metrics=None):
-        backbone = tiny_backbone(folder, architecture, **CASES[architecture])
+        backbone = make_tiny_backbone(folder, architecture, **CASES[architecture])
         model = backbone.make_model()
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
@@ -58,7 +58,7 @@ def test_a_cut_training_resumed_equals_the_uninterrupted_one_bit_for_bit(archite
 
 
 def test_rows_of_a_few_lengths_have_the_loss_and_gradient_of_rows_as_they_are(tmp_path) -> None:
-    backbone = tiny_backbone(save_tiny(tmp_path, "llama"), "llama")
+    backbone = make_tiny_backbone(save_tiny(tmp_path, "llama"), "llama")
     model, objective = backbone.make_model(), backbone.make_objective(Colors(size=10))
     shapes, lengths = set(), set()
     for index in (torch.tensor([0, 1, 2]), torch.tensor([7]), torch.tensor([3, 9])):

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from tiny import tiny_objective
+from tiny import make_tiny_objective
 from torch import nn
 from training.test_fit import OPTIMIZERS, Cut
 
@@ -44,7 +44,7 @@ class Attentive(nn.Module):
 def run(folder, head, model, make_optimizer, settings, on_metrics=None, **trainer):
     return finetune(
         model,
-        {"a": tiny_objective(head.to(next(model.parameters()).dtype), other_size=9)},
+        {"a": make_tiny_objective(head.to(next(model.parameters()).dtype), other_size=9)},
         make_optimizer,
         settings,
         seed=0,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from language import save_tiny
-from training.processes import LANGUAGE, OPTIMIZERS, RESUMED, SHARDED, both, train, train_language
+from training.processes import LANGUAGE, OPTIMIZERS, RESUMED, SHARDED, train, train_all, train_language
 
 from mergekit_lab.workers import run_together
 
@@ -23,7 +23,7 @@ def models(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(models, tmp_path_factory) -> list[dict]:
     folder: Path = tmp_path_factory.mktemp("ranks")
-    run_together(both, (str(folder), str(models)), ["cpu", "cpu"])
+    run_together(train_all, (str(folder), str(models)), ["cpu", "cpu"])
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 

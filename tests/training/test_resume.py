@@ -10,8 +10,8 @@ from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
-from composing import TINY, composed
-from tiny import TinyEncoder, tiny_objective
+from composing import TINY, compose_config
+from tiny import TinyEncoder, make_tiny_objective
 
 from mergekit_lab import InputError
 from mergekit_lab.runs.finetune import declare_expert
@@ -24,7 +24,7 @@ SETTINGS = TrainingSettings(steps=12, batch_size=8, lr=1e-2, weight_decay=0.0, v
 def train(resume: Path, head, on_metrics=None, keep: str = "last", identity: str = "expert a", model=None):
     return finetune(
         model or TinyEncoder(),
-        {"a": tiny_objective(head)},
+        {"a": make_tiny_objective(head)},
         lambda named: torch.optim.SGD([p for _, p in named], lr=1e-2, momentum=0.9),
         replace(SETTINGS, keep=keep),
         seed=0,
@@ -247,27 +247,27 @@ def test_a_file_in_the_place_of_the_folder_is_refused_by_name(tmp_path, head) ->
         train(tmp_path / "resume", head)
 
 
-def out_of_memory_above(limit: int, monkeypatch) -> list[int]:
+def limit_memory(limit: int, monkeypatch) -> list[int]:
     """Micro-batches above so many images do not fit; what was tried."""
     from mergekit_lab.training.module import FinetuneModule
 
     tried, loss = [], FinetuneModule.compute_loss
 
-    def crowded(self, batch, total):
+    def compute_or_fail(self, batch, total):
         (images, _), *_ = batch.values()
         tried.append(len(images))
         if len(images) > limit:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return loss(self, batch, total)
 
-    monkeypatch.setattr(FinetuneModule, "compute_loss", crowded)
+    monkeypatch.setattr(FinetuneModule, "compute_loss", compute_or_fail)
     return tried
 
 
-def finetuned(tmp_path: Path, *overrides: str) -> list[Path]:
+def list_finetuned(tmp_path: Path, *overrides: str) -> list[Path]:
     from mergekit_lab.programs import start
 
-    cfg, choices = composed(
+    cfg, choices = compose_config(
         [*TINY, f"store.root={tmp_path}/store", "stage=finetune", "joint=false", *overrides]
     )
     start(cfg, tmp_path / "run", choices, [])
@@ -275,31 +275,36 @@ def finetuned(tmp_path: Path, *overrides: str) -> list[Path]:
 
 
 def test_out_of_memory_halves_the_micro_batches_until_they_fit(tmp_path, monkeypatch) -> None:
-    tried = out_of_memory_above(4, monkeypatch)
-    assert len(finetuned(tmp_path, "~suite.tasks.latin")) == 1
+    tried = limit_memory(4, monkeypatch)
+    assert len(list_finetuned(tmp_path, "~suite.tasks.latin")) == 1
     assert tried[:3] == [16, 8, 4]
     assert set(tried[2:]) == {4}
 
 
 def test_one_sample_that_does_not_fit_says_what_to_set(tmp_path, monkeypatch) -> None:
-    out_of_memory_above(0, monkeypatch)
+    limit_memory(0, monkeypatch)
     with pytest.raises(InputError, match=r"accumulate=16 \(CUDA.*training.batch_size"):
-        finetuned(tmp_path, "~suite.tasks.latin")
+        list_finetuned(tmp_path, "~suite.tasks.latin")
 
 
 def test_only_options_of_processes_put_their_number_into_an_expert_s_key(tmp_path) -> None:
     from mergekit_lab.runs.run import Run
 
-    def key(*overrides: str) -> dict:
-        cfg, choices = composed([*TINY, f"store.root={tmp_path}", *overrides])
+    def make_key(*overrides: str) -> dict:
+        cfg, choices = compose_config([*TINY, f"store.root={tmp_path}", *overrides])
         return declare_expert(Run(cfg, tmp_path, choices), "digits").content
 
     two = ["trainer=ddp", "trainer.processes=2"]
-    assert key() == key(*two) == key("device=[cpu,cpu]") == key("trainer=fsdp", "trainer.processes=2")
-    assert key("optimizer=sam") == key("optimizer=sam", *two)
+    assert (
+        make_key()
+        == make_key(*two)
+        == make_key("device=[cpu,cpu]")
+        == make_key("trainer=fsdp", "trainer.processes=2")
+    )
+    assert make_key("optimizer=sam") == make_key("optimizer=sam", *two)
     for own in (
         ["optimizer=sam", "optimizer.sync_ascent=false"],
         ["optimizer=mergopt", "optimizer.per_rank=true"],
     ):
-        assert key(*own, *two) == key(*own) | {"processes": 2}
-        assert key(*own, *two) != key(*own, "trainer=ddp", "trainer.processes=3")
+        assert make_key(*own, *two) == make_key(*own) | {"processes": 2}
+        assert make_key(*own, *two) != make_key(*own, "trainer=ddp", "trainer.processes=3")
