@@ -17,7 +17,7 @@ _HOST = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten
 recording = [False]
 
 
-class Recorder(TorchDispatchMode):
+class OperationRecorder(TorchDispatchMode):
     """A graph: `calls` are the operations and their results."""
 
     def __init__(self) -> None:
@@ -53,10 +53,10 @@ def _place(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class GraphStream:
+class RecordedGraphStream:
     """Stands in for `cuda_graphs.GraphStream`; `graphs` are all that were recorded."""
 
-    graphs: ClassVar[list[Recorder]] = []
+    graphs: ClassVar[list[OperationRecorder]] = []
 
     def __init__(self, device: torch.device) -> None:
         self.graphs.clear()
@@ -65,7 +65,7 @@ class GraphStream:
         return nullcontext()
 
     def record(self, run, generators=()):
-        graph = Recorder()
+        graph = OperationRecorder()
         recording[0] = True
         try:
             with graph:

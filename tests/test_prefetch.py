@@ -12,11 +12,11 @@ from mergekit_lab.prefetch import prefetch
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_results_come_in_the_order_of_the_items(threads) -> None:
-    def square_slowly(n: int) -> int:
+    def wait_and_square(n: int) -> int:
         time.sleep(0.002 * (n % 3))
         return n * n
 
-    assert list(prefetch(square_slowly, range(20), ahead=5, threads=threads)) == [n * n for n in range(20)]
+    assert list(prefetch(wait_and_square, range(20), ahead=5, threads=threads)) == [n * n for n in range(20)]
 
 
 def test_it_begins_at_once_and_stays_as_far_ahead_as_it_was_told_to() -> None:

@@ -100,7 +100,7 @@ def wait_until(done: Callable[[], bool]) -> None:
 def test_workers_end_when_their_parent_is_killed(tmp_path) -> None:
     file = tmp_path / "worker"
     lines = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-    lines += f"import jobs; jobs.employ({str(tmp_path)!r})"
+    lines += f"import jobs; jobs.start_worker({str(tmp_path)!r})"
     parent = start_program(tmp_path, code=lines)
     try:
         wait_until(lambda: file.exists() and file.read_text() != "")

@@ -33,7 +33,7 @@ PAIR = ("first", "second")
 
 
 @dataclass(frozen=True, eq=False)
-class Noise(ImageTask):
+class NoisePictures(ImageTask):
     """Random images as evaluation reads them, with random labels."""
 
     images: int = 0
@@ -51,7 +51,7 @@ class Noise(ImageTask):
 
 
 @dataclass
-class Bench:
+class PlaneBench:
     """A model, two random experts of it, and two tasks."""
 
     model: nn.Module
@@ -61,7 +61,7 @@ class Bench:
     batch: int
 
     @staticmethod
-    def prepare(backbone: OpenClip, images: int, points: int, batch: int, device: torch.device) -> Bench:
+    def prepare(backbone: OpenClip, images: int, points: int, batch: int, device: torch.device) -> PlaneBench:
         torch.manual_seed(0)
         model = backbone.make_model()
         base = {n: t.detach().clone() for n, t in model.state_dict().items()}
@@ -70,11 +70,11 @@ class Bench:
         width = model(torch.zeros(1, 3, side, side)).shape[1]
         tasks = {}
         for seed, name in enumerate(PAIR):
-            task = Noise(name=name, images=images, side=side, seed=seed)
+            task = NoisePictures(name=name, images=images, side=side, seed=seed)
             objective = ImageObjective(task, torch.randn(CLASSES, width), precision=backbone.precision)
             tasks[name] = Sample(objective.to(device), "validation", torch.arange(images))
         alphas = [-0.5 + 2.0 * i / (points - 1) for i in range(points)]
-        return Bench(model.to(device), Weights(model, base, experts), tasks, alphas, batch)
+        return PlaneBench(model.to(device), Weights(model, base, experts), tasks, alphas, batch)
 
     def measure_rate(self, rounds: int) -> float:
         """Images a second of one model's evaluation, after one to warm up."""
@@ -149,7 +149,7 @@ def main() -> None:
         print(name, json.dumps(value), flush=True)
 
     begun = read_clock()
-    bench = Bench.prepare(backbone, images, points, args.batch, device)
+    bench = PlaneBench.prepare(backbone, images, points, args.batch, device)
     bench.measure_rate(1)
     write("loading_seconds", round(read_clock() - begun, 1))
     write("images_a_second", {"bfloat16": round(bench.measure_rate(rounds))})

@@ -41,7 +41,7 @@ PARTS = ("evaluation", "replaying", "training", "run")
 
 
 @dataclass(frozen=True, eq=False)
-class Noise(ImageTask):
+class NoiseFiles(ImageTask):
     """Random bytes in the files that decoding leaves: squares for evaluation, pictures for training."""
 
     folder: Path = Path()
@@ -82,7 +82,7 @@ def read_clock() -> float:
 
 def make_objective(
     backbone: OpenClip,
-    task: Noise,
+    task: NoiseFiles,
     device: torch.device,
     precision: str,
     objective_class: type[ImageObjective] = ImageObjective,
@@ -92,7 +92,9 @@ def make_objective(
     return objective_class(task, head, Crops((0.9, 1.0), False, task.side), precision).to(device)
 
 
-def measure_evaluation(backbone: OpenClip, task: Noise, device: torch.device, batch: int) -> dict[str, Any]:
+def measure_evaluation(
+    backbone: OpenClip, task: NoiseFiles, device: torch.device, batch: int
+) -> dict[str, Any]:
     """Images a second: the forward pass alone and compiled, from files, from images on the device."""
     report: dict[str, Any] = {"images": task.images, "batch": batch}
     for precision in ("bfloat16", "float32"):
@@ -143,7 +145,7 @@ def measure_compiled(objective: ImageObjective, model: nn.Module, some: Tensor, 
 
 def measure_replay(device: torch.device, folder: Path, images: int, rounds: int) -> dict[str, Any]:
     """Milliseconds of an evaluation of the shipped model's size, its forward passes as written and replayed."""
-    backbone, task = OpenClip("glyph-clip", None), Noise("noise", folder=folder, images=images, side=32)
+    backbone, task = OpenClip("glyph-clip", None), NoiseFiles("noise", folder=folder, images=images, side=32)
     model = backbone.make_model().to(device)
     report: dict[str, Any] = {"images": images}
     for name, replays in {"as written": False, "replayed": True}.items():
@@ -199,7 +201,9 @@ class _Steps(Callback):
         }
 
 
-def measure_training(backbone: OpenClip, task: Noise, steps: int, batch: int, precision: str) -> dict[str, Any]:
+def measure_training(
+    backbone: OpenClip, task: NoiseFiles, steps: int, batch: int, precision: str
+) -> dict[str, Any]:
     """Batches a second that are read and nothing else; steps a second with them, and with one batch again."""
     report: dict[str, Any] = {
         "steps": steps,
@@ -298,7 +302,7 @@ def main() -> None:
         print(name, json.dumps(value)[:4000], flush=True)
 
     backbone = OpenClip("ViT-B-32-quickgelu", None)
-    task = Noise("noise", folder=options.store / "noise", images=20_480, pictures=4_000)
+    task = NoiseFiles("noise", folder=options.store / "noise", images=20_480, pictures=4_000)
     sizes = (512, 150, 128, "bf16-mixed")
     arguments = ["backbone.weights=null", "suite=glyphs8", "training.steps=200", "training.warmup_steps=50"]
     arguments += ["training.validations=1", "curvature.samples=64", "progress=false"]

@@ -191,7 +191,7 @@ def make_grams(shapes: Shapes) -> dict[str, Tensor]:
     return by_layer
 
 
-def synchronize(device: str) -> None:
+def sync(device: str) -> None:
     if device != "cpu":
         torch.cuda.synchronize()
 
@@ -205,10 +205,10 @@ def measure_time(call, device: str, repeats: int) -> tuple[float, list[float], i
         if device != "cpu":
             torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated() if device != "cpu" else 0
-        synchronize(device)
+        sync(device)
         begun = time.perf_counter()
         call()
-        synchronize(device)
+        sync(device)
         times.append(time.perf_counter() - begun)
         extra = torch.cuda.max_memory_allocated() - before if device != "cpu" else 0
     return times[0], times[1:], extra

@@ -57,7 +57,7 @@ ARMS: dict[str, tuple[Callable[..., Any], float]] = {
 """Optimizer, and how many times the steps. `mergopt_gaussian` has the standard deviation of `mergopt`."""
 
 
-class Bench:
+class JobBench:
     """The model, its tasks, and a job's results, which are written as they come."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -236,7 +236,7 @@ def make_task(name: str, folder: str, options: argparse.Namespace) -> TextTask:
                     metric="accuracy")  # fmt: skip
 
 
-def run_job(bench: Bench, arm: str, seed: int) -> None:
+def run_job(bench: JobBench, arm: str, seed: int) -> None:
     """Train an arm's experts, merge and measure them; "mixed" and "zero_shot" train none."""
     bench.begin(f"{arm}-{seed}")
     options = bench.options

@@ -125,8 +125,10 @@ def collect(options: argparse.Namespace, old: dict[str, Any]) -> dict[str, Any]:
         if count_progress(report) >= count_progress(arms.get(report["job"], {})):
             arms[report["job"]] = report
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    setup = {**collect_settings(options), "card": card, "gpus": options.gpus, "processes_a_gpu": options.workers,
-            "date": str(date.today()), "torch": torch.__version__}  # fmt: skip
+    setup = collect_settings(options) | {
+        "card": card, "gpus": options.gpus, "processes_a_gpu": options.workers,
+        "date": str(date.today()), "torch": torch.__version__,
+    }  # fmt: skip
     result = {"made": [*[m for m in old.get("made", []) if m != setup], setup], "arms": arms}
     partial_file = options.out.with_suffix(".partial")
     partial_file.write_text(json.dumps(result, indent=None))

@@ -21,12 +21,12 @@ from statistics import median
 from typing import Any
 
 import torch
-from rows import Rows
+from rows import PartRows
 from torch import Tensor
 from training import measure_ddp, measure_fsdp
 
 
-def sweep(options: argparse.Namespace, rows: Rows) -> None:
+def sweep(options: argparse.Namespace, rows: PartRows) -> None:
     rows.add(f"8 experts, {len(options.devices)} devices", lambda: _run_sweep(options))
 
 
@@ -71,7 +71,7 @@ def _read_training_seconds(folder: Path) -> list[float]:
     return [json.loads(m.read_text())["info"]["wall_seconds"] for m in manifests]
 
 
-def train_beside(options: argparse.Namespace, rows: Rows) -> None:
+def train_beside(options: argparse.Namespace, rows: PartRows) -> None:
     """What a host loses where trainings run at once that have nothing in common: what a sweep cannot win."""
     for count in (1, len(options.devices)):
         rows.add(f"trainings at once: {count}", partial(_measure_beside, options, count))
@@ -93,7 +93,7 @@ def _measure_beside(options: argparse.Namespace, count: int) -> dict[str, Any]:
     return {"training_seconds": [seconds for folder in folders for seconds in _read_training_seconds(folder)]}
 
 
-def run(options: argparse.Namespace, rows: Rows) -> None:
+def run(options: argparse.Namespace, rows: PartRows) -> None:
     rows.add(f"8 tasks, {len(options.devices)} devices", lambda: _run(options))
 
 
@@ -120,7 +120,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     return {"wall_seconds": round(wall, 2), "kinds": kinds}
 
 
-def merge(options: argparse.Namespace, rows: Rows) -> None:
+def merge(options: argparse.Namespace, rows: PartRows) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "merge_engine"))
     from bench import SHAPES  # experiments/merge_engine
 
@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--label", default=None)
     parser.add_argument("--dry", action="store_true")
     options = parser.parse_args()
-    PARTS[options.part](options, Rows(options))
+    PARTS[options.part](options, PartRows(options))
 
 
 if __name__ == "__main__":

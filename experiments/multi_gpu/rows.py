@@ -1,4 +1,4 @@
-"""Rows of measurements in a JSON file, each measured once."""
+"""PartRows of measurements in a JSON file, each measured once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 
-class Rows:
+class PartRows:
     """The rows of one part on one number of cards; each is measured once."""
 
     def __init__(self, options: argparse.Namespace) -> None:

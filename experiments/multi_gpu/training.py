@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from rows import Rows
+from rows import PartRows
 from torch import Tensor, nn
 
 from mergekit_lab.optim import ASAM, SAM, MergOPT
@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def measure_ddp(options: argparse.Namespace, rows: Rows) -> None:
+def measure_ddp(options: argparse.Namespace, rows: PartRows) -> None:
     devices = ["cpu", "cpu"] if options.dry else [f"cuda:{n}" for n in options.devices]
 
     def measure() -> dict[str, Any]:
@@ -202,7 +202,7 @@ LLAMAS = {
 }  # fmt: skip
 
 
-def measure_fsdp(options: argparse.Namespace, rows: Rows) -> None:
+def measure_fsdp(options: argparse.Namespace, rows: PartRows) -> None:
     devices = ["cpu", "cpu"] if options.dry else [f"cuda:{n}" for n in options.devices]
 
     def measure() -> dict[str, Any]:

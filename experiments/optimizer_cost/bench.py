@@ -75,7 +75,7 @@ class Vision:
         return nn.functional.cross_entropy(logits, self.labels[:rows])
 
 
-class Language:
+class LlamaProblem:
     """A Llama of SmolLM2-135M's shape with random weights, batches of 8 sequences of 512 tokens."""
 
     def __init__(self, device: torch.device, small: bool) -> None:
@@ -103,7 +103,7 @@ class Language:
 
 
 def measure(
-    problem: Vision | Language, parametrization: Parametrization, make: Callable, bf16: bool, options
+    problem: Vision | LlamaProblem, parametrization: Parametrization, make: Callable, bf16: bool, options
 ) -> dict:
     """Median seconds of a step, and peak memory, of one optimizer on one parametrization."""
     device = torch.device(options.device)
@@ -122,11 +122,11 @@ def measure(
         return loss
 
     def time_steps(count: int) -> float:
-        synchronize(device)
+        sync(device)
         begun = time.perf_counter()
         for _ in range(count):
             optimizer.step(closure)
-        synchronize(device)
+        sync(device)
         return (time.perf_counter() - begun) / count
 
     one = time_steps(options.warmup) and time_steps(2)
@@ -134,11 +134,11 @@ def measure(
     seconds = sorted(time_steps(count) for _ in range(4))
     evaluation = None
     if make is ADAMW:
-        synchronize(device)
+        sync(device)
         begun = time.perf_counter()
         for _ in range(count):
             closure()
-        synchronize(device)
+        sync(device)
         evaluation = (time.perf_counter() - begun) / count
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     return {
@@ -160,12 +160,12 @@ def measure_kernel_seconds(steps: Callable[[int], float], count: int = 3) -> flo
     return sum(event.self_device_time_total for event in trace.key_averages()) / 1e6 / count or None
 
 
-def synchronize(device: torch.device) -> None:
+def sync(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def tabulate(problem: Vision | Language, name: str, bf16: bool, options) -> list[dict]:
+def tabulate(problem: Vision | LlamaProblem, name: str, bf16: bool, options) -> list[dict]:
     """Rows of one problem in one precision; ratios are to the mean of AdamW, which is measured three times.
 
     A method of two evaluations cannot be cheaper than AdamW and one more evaluation: that is the floor.
@@ -224,7 +224,7 @@ def main() -> None:
     rows = []
     for which in options.only:
         domain, precision = which.split()
-        problem = (Vision if domain == "vision" else Language)(device, options.small)
+        problem = (Vision if domain == "vision" else LlamaProblem)(device, options.small)
         rows += tabulate(problem, domain, precision == "bf16", options)
         if options.out:
             machine = {"card": card, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}

@@ -32,7 +32,7 @@ GRID_TSVM = [round(0.2 * i, 2) for i in range(1, 13)]
 State = dict[str, Tensor]
 
 
-class Bench:
+class SuiteBench:
     """A suite's data, heads and encoder on one device."""
 
     def __init__(self, tasks: list[ImageTask], backbone: OpenClip, device: torch.device):
@@ -120,7 +120,7 @@ class Bench:
         return {k: v + alpha * direction[k] for k, v in self.base.items()}
 
 
-def run_study(bench: Bench, options: argparse.Namespace) -> dict:
+def run_study(bench: SuiteBench, options: argparse.Namespace) -> dict:
     names = [task.name for task in bench.tasks]
     result: dict = {"tasks": names, "zero_shot": bench.measure_accuracies(bench.base, "test"), "seeds": []}
     for seed in range(options.seeds):
@@ -185,7 +185,7 @@ def main() -> None:
     runs = json.loads(options.out.read_text()) if options.out and options.out.exists() else []
     for suite in options.suite:
         chosen = [getattr(rooms, name)() for name in SUITES[suite]]
-        bench = Bench(chosen, OpenClip("glyph-clip", options.weights), device)
+        bench = SuiteBench(chosen, OpenClip("glyph-clip", options.weights), device)
         used = {key: getattr(options, key) for key in ("steps", "batch", "lr", "weight_decay")}
         print(f"== {suite} {used} {options.weights}")
         numbers = run_study(bench, options)

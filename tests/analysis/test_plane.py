@@ -133,7 +133,7 @@ def test_a_barrier_is_the_rise_above_the_straight_line() -> None:
     assert measure_barrier([2.0, 0.0, 1.0], [0.0, 0.5, 1.0]) == 0
 
 
-class Rows(Objective):
+class RandomRows(Objective):
     """Nine random rows, which a model maps to its logits."""
 
     x = torch.randn(9, 6, generator=torch.Generator().manual_seed(0))
@@ -163,8 +163,8 @@ class Deep(nn.Module):
 def test_ctl_is_its_definition_per_block() -> None:
     model = Deep(nn.Tanh())
     base, ends = make_experts(model, ("a", "b"))
-    x = Rows.x
-    samples = [Sample(Rows(), "train", torch.arange(9))]
+    x = RandomRows.x
+    samples = [Sample(RandomRows(), "train", torch.arange(9))]
     blocks = find_blocks(model)
     assert list(blocks) == ["layers.0", "layers.1", "layers.2"]
     linearity = cross_task_linearity(

@@ -84,7 +84,7 @@ def test_a_name_is_shown_in_a_card_as_it_is_and_nothing_of_it_is_markup(name: st
     )
     head, _, body = text.removeprefix("---\n").partition("---\n")
     assert yaml.safe_load(head)["base_model"] == [name]
-    page = Page()
+    page = TagCounter()
     page.feed(markdown_it.MarkdownIt("gfm-like", {"linkify": False}).render(body))
     tables = ["table", "thead", "tbody", "tr", "th", "td"]
     assert page.tags.keys() - {"br"} == {"h1", "h2", "p", "strong", "code", "ul", "li", *tables}
@@ -93,7 +93,7 @@ def test_a_name_is_shown_in_a_card_as_it_is_and_nothing_of_it_is_markup(name: st
     assert page.texts.count(shown.strip()) >= 2
 
 
-class Page(HTMLParser):
+class TagCounter(HTMLParser):
     """Tags by how often they stand in a page, and its texts."""
 
     def __init__(self) -> None:

@@ -228,7 +228,7 @@ def test_a_merge_that_loses_a_file_of_any_kind_does_not_say_that_it_succeeded(
 def test_two_merges_of_one_host_and_process_number_do_not_touch_each_other(tmp_path) -> None:
     """As in containers that share the host's name: each counts its processes from 1."""
 
-    def disturb(first: Path) -> None:
+    def write_elsewhere(first: Path) -> None:
         (first / "file").write_text("first")
         with pytest.raises(InputError, match="has to stop"), make_folder(tmp_path / "out"):
             raise InputError("has to stop")
@@ -238,7 +238,7 @@ def test_two_merges_of_one_host_and_process_number_do_not_touch_each_other(tmp_p
         assert (first / "file").read_text() == "first"
 
     with pytest.raises(InputError, match="exists and is not empty"), make_folder(tmp_path / "out") as folder:
-        disturb(folder)
+        write_elsewhere(folder)
     assert (tmp_path / "out/file").read_text() == "second"
 
 

@@ -28,11 +28,13 @@ def compute_dense(case: Case) -> Tensor:
         parts = flat.split([p.numel() for p in named.values()])
         weights = {n: v.view_as(p) for (n, p), v in zip(named.items(), parts, strict=True)}
 
-        class Bound(nn.Module):
+        class ModelAtWeights(nn.Module):
             def forward(self, *args, **kwargs):
                 return functional_call(case.model, weights, args, kwargs)
 
-        return -log_likelihood(*compute_logits(Bound(), case.batch, case.causal)) / count_samples(case.batch)
+        return -log_likelihood(*compute_logits(ModelAtWeights(), case.batch, case.causal)) / count_samples(
+            case.batch
+        )
 
     with sdpa_kernel(SDPBackend.MATH):
         return hessian(compute_loss, torch.cat([p.flatten() for p in named.values()]))

@@ -181,7 +181,7 @@ class Scaled(nn.Module):
         return torch.addmm(self.bias, mat1=x, mat2=self.weight, **self.factors)
 
 
-class Rows(nn.Module):
+class SampleVectors(nn.Module):
     """Samples one by one, as vectors of as many entries as there are samples."""
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ class Repeated(nn.Module):
         return torch.lerp(x, self.floor.expand(len(x), 6), 0.3)
 
 
-@pytest.mark.parametrize("layer", [Scaled(), Scaled(beta=0.5, alpha=2.0), Rows(), Repeated()])
+@pytest.mark.parametrize("layer", [Scaled(), Scaled(beta=0.5, alpha=2.0), SampleVectors(), Repeated()])
 def test_unusual_calls_are_exact(layer: nn.Module) -> None:
     torch.manual_seed(0)
     compare(Case(nn.Sequential(layer, nn.Linear(6, 3)), (draw_noise(SAMPLES, 6), torch.arange(SAMPLES) % 3)))

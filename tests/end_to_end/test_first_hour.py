@@ -115,7 +115,7 @@ def test_warm_up_is_a_share_of_the_steps_whatever_their_number() -> None:
         TrainingSettings(steps=10, batch_size=1, lr=1.0, weight_decay=0.0, warmup_steps=500)
 
 
-class Made:
+class PlannedArtifact:
     """What a plan reads of an artifact."""
 
     def __init__(self, kind: str, content: dict, seconds: float = 0.0) -> None:
@@ -127,7 +127,7 @@ def test_a_plan_prices_a_training_by_its_gradients() -> None:
         {"training": {"steps": 10}, "optimizer": OmegaConf.to_container(cfg.optimizer, resolve=True)}
         for cfg in (compose_config([f"optimizer={name}"])[0] for name in ("adamw", "sam"))
     )
-    assert estimate_seconds(Made("joint", sam), [Made("joint", plain, 100.0)]) == 200.0  # type: ignore[arg-type]
+    assert estimate_seconds(PlannedArtifact("joint", sam), [PlannedArtifact("joint", plain, 100.0)]) == 200.0  # type: ignore[arg-type]
 
 
 def test_a_first_plan_does_not_say_that_it_takes_no_time(tmp_path) -> None:

@@ -12,9 +12,9 @@ from mergekit_lab.evaluation import replay, score
 def card(monkeypatch):
     """The CPU, with graphs."""
     monkeypatch.setattr(replay, "DEVICES", ("cpu",))
-    monkeypatch.setattr(replay, "GraphStream", recorder.GraphStream)
+    monkeypatch.setattr(replay, "GraphStream", recorder.RecordedGraphStream)
     monkeypatch.setattr(replay, "_KNOWN", type(replay._KNOWN)())
-    return recorder.GraphStream
+    return recorder.RecordedGraphStream
 
 
 def test_one_recording_a_shape_serves_every_candidate(encoder, head, card) -> None:

@@ -47,7 +47,7 @@ def test_the_best_candidate_is_the_highest_and_of_equals_the_nearest_to_the_base
     assert choose_best(curve).coefficient == 0.5
 
 
-def crowd_out(objective, limit: int, monkeypatch) -> list[int]:
+def limit_memory_of(objective, limit: int, monkeypatch) -> list[int]:
     """More samples than `limit` at a time do not fit; what was tried."""
     tried: list[int] = []
 
@@ -71,7 +71,7 @@ def test_out_of_memory_halves_the_samples_at_a_time_and_later_scores_begin_there
 ) -> None:
     objective = make_tiny_objective(head, other_size=50)
     whole = score(encoder, objective, "test", with_loss=with_loss)
-    tried = crowd_out(objective, 12, monkeypatch)
+    tried = limit_memory_of(objective, 12, monkeypatch)
     again = score(encoder, objective, "test", batch_size=20, with_loss=with_loss)
     assert tried == [20, 10, 10, 10, 10, 10]
     assert again.predictions == whole.predictions
@@ -84,6 +84,6 @@ def test_out_of_memory_halves_the_samples_at_a_time_and_later_scores_begin_there
 
 def test_one_sample_that_does_not_fit_says_what_to_set(encoder, head, monkeypatch) -> None:
     objective = make_tiny_objective(head)
-    crowd_out(objective, 0, monkeypatch)
+    limit_memory_of(objective, 0, monkeypatch)
     with pytest.raises(InputError, match=r"evaluation_batch_size=1.*Tried.*allocate 2 GiB\).*device=cpu"):
         score(encoder, objective, "test")

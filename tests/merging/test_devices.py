@@ -51,7 +51,7 @@ def test_every_tensor_is_in_one_share_and_none_without_entries_is_a_share() -> N
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watched(TSVM):
+class WatchedTSVM(TSVM):
     """Factorizes the first stack when all tensors that `early` names have been read, and one at a time."""
 
     early: frozenset[str] = frozenset()
@@ -88,7 +88,7 @@ def test_matrices_are_read_while_a_device_factorizes_others(room: int, monkeypat
     monkeypatch.setattr(blocks.Reader, "read_deltas", read_and_tell)
     monkeypatch.setattr(job_workers, "count_workers", lambda reader: 2)
     monkeypatch.setattr(stream, "STACK_BYTES", room)
-    method = Watched(early=frozenset({"embed", "mlp"} if room else ()))
+    method = WatchedTSVM(early=frozenset({"embed", "mlp"} if room else ()))
     merged = merge_state_dicts(base, experts, method)
     assert all(torch.equal(merged[name], tensor) for name, tensor in expected.items())
 

@@ -192,7 +192,7 @@ def test_modes_reach_the_weights_through_a_stand_in() -> None:
     for _ in range(2):
         optimizer.step(problem.closure)
 
-    class StandIn(WASAM):
+    class WASAMStandIn(WASAM):
         def __init__(self, real: WASAM) -> None:
             self._real = real
 
@@ -200,10 +200,10 @@ def test_modes_reach_the_weights_through_a_stand_in() -> None:
             return getattr(self._real, name)
 
     average = problem.copy_weights()
-    StandIn(optimizer).train()
+    WASAMStandIn(optimizer).train()
     assert optimizer.training
     assert_differ(problem.copy_weights(), average)
-    StandIn(optimizer).eval()
+    WASAMStandIn(optimizer).eval()
     assert not optimizer.training
     assert_equal_bits(problem.copy_weights(), average)
 

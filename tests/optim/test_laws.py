@@ -37,7 +37,7 @@ every_dtype = pytest.mark.parametrize(
 
 def test_every_public_optimizer_and_every_option_is_under_these_laws() -> None:
     assert LIMITS.keys() == OPTIMIZERS.keys()
-    built = {represent(make) for make in OPTIMIZERS.values()}
+    built = {describe(make) for make in OPTIMIZERS.values()}
     public = {name for name in optim.__all__ if is_optimizer_class(getattr(optim, name))}
     assert {cls for cls, _ in built} == public
     assert {option for cls, option in built if cls == "ASAM"} == {"samsung", "saft", "printed"}
@@ -48,7 +48,7 @@ def is_optimizer_class(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
 
 
-def represent(make: Any) -> tuple[str, str]:
+def describe(make: Any) -> tuple[str, str]:
     optimizer = make(Net().named_parameters(), base=BASES["sgd"])
     option = getattr(optimizer, "scaling", None) or getattr(optimizer, "distribution", "")
     return type(optimizer).__name__, option

@@ -187,7 +187,7 @@ def test_train_and_eval_reach_the_weights_through_a_stand_in() -> None:
     """Lightning hands out an object of a derived class whose attributes live elsewhere."""
     problem, optimizer = build()
 
-    class StandIn(MergOPT):
+    class MergOPTStandIn(MergOPT):
         def __init__(self, real: MergOPT) -> None:
             self._real = real
 
@@ -195,12 +195,12 @@ def test_train_and_eval_reach_the_weights_through_a_stand_in() -> None:
             return getattr(self._real, name)
 
     theta = problem.copy_weights()
-    StandIn(optimizer).train()
+    MergOPTStandIn(optimizer).train()
     away = problem.copy_weights()
     assert_differ(away, theta)
     optimizer.train()
     assert_equal_bits(problem.copy_weights(), away)
-    StandIn(optimizer).eval()
+    MergOPTStandIn(optimizer).eval()
     assert_equal_bits(problem.copy_weights(), theta)
 
 

@@ -46,7 +46,7 @@ def report(folder, records, **changes):
     return write_report(folder, records, **{**arguments, **changes})
 
 
-class Page(HTMLParser):
+class ParsedPage(HTMLParser):
     """Elements with their attributes, the text of every table cell, and unbalanced tags."""
 
     void = ("meta", "img")
@@ -137,7 +137,7 @@ def test_the_summary_names_the_study_its_best_merger_and_the_references(written)
 
 
 def test_the_page_is_one_file_that_asks_for_nothing(written):
-    page = Page(text := written.html.read_text())
+    page = ParsedPage(text := written.html.read_text())
     assert not page.open
     sources = [value for _, attributes in page.elements for name, value in attributes.items()
                if name in ("src", "href", "action", "style") or name.startswith("on")]  # fmt: skip
@@ -148,7 +148,7 @@ def test_the_page_is_one_file_that_asks_for_nothing(written):
 
 def test_the_policy_names_the_style_and_the_scripts_of_the_page_and_allows_nothing_else(written):
     text = written.html.read_text()
-    policy = Page(text).find_all("meta")[2]["content"]
+    policy = ParsedPage(text).find_all("meta")[2]["content"]
     held = re.findall("<style>(.*?)</style>|<script>(.*?)</script>", text, re.S)
     digests = [hashlib.sha256("".join(each).encode()).digest() for each in held]
     assert re.findall("'sha256-(.*?)'", policy) == [base64.b64encode(digest).decode() for digest in digests]
@@ -165,7 +165,7 @@ def test_figures_beyond_the_pages_room_are_named(tmp_path, study, monkeypatch):
 
 
 def test_the_table_can_be_downloaded_from_the_page(written):
-    links = Page(written.html.read_text()).find_all("a")
+    links = ParsedPage(written.html.read_text()).find_all("a")
     for link in links:
         content = base64.b64decode(link["href"].split(",")[1])
         assert content == (written.html.parent / link["download"]).read_bytes()
@@ -173,14 +173,14 @@ def test_the_table_can_be_downloaded_from_the_page(written):
 
 
 def test_the_page_embeds_every_figure_with_a_text_for_it(written):
-    images = Page(written.html.read_text()).find_all("img")
+    images = ParsedPage(written.html.read_text()).find_all("img")
     embedded = [base64.b64decode(image["src"].split(",")[1]) for image in images]
     assert embedded == [path.with_suffix(".svg").read_bytes() for path in written.figures]
     assert all(image["alt"] for image in images)
 
 
 def test_the_pages_table_holds_the_values_of_the_table_with_the_means_first(written):
-    rows = Page(written.html.read_text()).rows
+    rows = ParsedPage(written.html.read_text()).rows
     assert rows[0] == ["model", "average", "normalized", "coefficient", "task0", "task1", "command"]
     for (*shown, command), row in zip(rows[1:], written.table.rows, strict=False):
         assert "python -m mergekit_lab '+experiment=a b' " in command
@@ -194,7 +194,7 @@ def test_the_pages_table_holds_the_values_of_the_table_with_the_means_first(writ
 
 
 def test_headings_are_buttons_that_tell_their_order_and_cells_carry_the_number(written):
-    page = Page(written.html.read_text())
+    page = ParsedPage(written.html.read_text())
     headings = [button for button in page.find_all("button") if not button.get("class")]
     assert len(headings) == len(written.table.columns) + 2 + 1, "and one that closes a figure"
     assert [th["aria-sort"] for th in page.find_all("th") if "aria-sort" in th] == ["none"] * 6
@@ -215,7 +215,7 @@ def test_no_name_error_or_configuration_reaches_the_page_as_markup(tmp_path, rec
         searches={EVIL: SEARCHES["merger0"]},
     )
     text = paths.html.read_text()
-    page = Page(text)
+    page = ParsedPage(text)
     assert len(page.find_all("script")) == text.count("</script>") == 5 + len(paths.figures)
     assert all("onerror" not in attributes for _, attributes in page.elements)
     assert len(page.find_all("img")) == len(paths.figures)

@@ -54,7 +54,7 @@ def test_a_resumed_run_goes_on_after_a_line_that_was_cut_off(tmp_path):
     ]
 
 
-def spoil(folder, how):
+def damage(folder, how):
     if how == "a directory":
         (folder / "metrics.csv").mkdir()
         (folder / "tensorboard").write_text("not a folder")
@@ -77,13 +77,13 @@ def spoil(folder, how):
 def test_whatever_fails_costs_one_warning_and_never_the_run(make, how, tmp_path, record, caplog):
     tracker = make()
     if how in ("a directory", "bad text"):
-        spoil(tmp_path, how)
+        damage(tmp_path, how)
     for job in ("finetune", "evaluate"):
         tracker.start({}, run_dir=tmp_path, name="n", job_type=job)
         if how == "a full disk" and job == "finetune":
             tracker.log({"loss": 1.0}, step=0)
             (tmp_path / "metrics.csv").unlink()
-            spoil(tmp_path, how)
+            damage(tmp_path, how)
         tracker.log({"loss": 1.0}, step=1)
         tracker.log_summary(build_table([record()]))
         tracker.log_figure("f", tmp_path / "none.png")

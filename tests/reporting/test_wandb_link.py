@@ -105,7 +105,7 @@ class Api:
         return SimpleNamespace(use_artifact=lambda artifact: self.calls.append((path, artifact.path)))
 
 
-def append_lineage(folder: Path, **changes) -> None:
+def write_lineage(folder: Path, **changes) -> None:
     line = {
         "run": "r",
         "entity": None,
@@ -120,9 +120,9 @@ def append_lineage(folder: Path, **changes) -> None:
 
 
 def test_links_are_told_once_for_every_run_of_a_sweep_after_the_upload(tmp_path):
-    append_lineage(tmp_path / "0")
+    write_lineage(tmp_path / "0")
     for _ in range(2):
-        append_lineage(tmp_path / "1", run="s", name=MERGED, digest="C", uses=[EXPERT])
+        write_lineage(tmp_path / "1", run="s", name=MERGED, digest="C", uses=[EXPERT])
     api = Api({f"me/p/{EXPERT}": "A"})
     assert link([tmp_path], api) == 1
     assert api.calls == [("me/p/s", f"me/p/{EXPERT}")]

@@ -3,8 +3,8 @@
 from mergekit_lab.reporting import Tracker
 
 
-class Recorder(Tracker):
-    """`told` are the calls of all of them, in order: name and arguments."""
+class RecordingTracker(Tracker):
+    """`calls` are the calls of all of them, in order: name and arguments."""
 
     calls: list[tuple[str, dict]] = []  # noqa: RUF012
 

@@ -4,23 +4,23 @@ from pathlib import Path
 
 import pytest
 from composing import TINY, compose_config
-from runs.recording import Recorder
+from runs.recording import RecordingTracker
 
 from mergekit_lab.programs import start
 
 
 def track(folder: Path, store: Path, *overrides: str) -> list[tuple[str, dict]]:
-    Recorder.calls = []
+    RecordingTracker.calls = []
     arguments = [
         *TINY,
         f"store.root={store}",
         "joint=false",
-        "logger._target_=runs.recording.Recorder",
+        "logger._target_=runs.recording.RecordingTracker",
         *overrides,
     ]
     cfg, choices = compose_config(arguments)
     start(cfg, folder, choices, arguments)
-    return Recorder.calls
+    return RecordingTracker.calls
 
 
 @pytest.fixture(scope="module")

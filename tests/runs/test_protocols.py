@@ -90,7 +90,7 @@ def compose_jobs(name: str) -> Iterator[dict[str, Any]]:
         chosen = {key: values[min(job, len(values) - 1)] for key, values in options.items()}
         groups = {key: value for key, value in chosen.items() if key in first.choice}
         if groups != previous:
-            plain = checked(with_options(name, groups))
+            plain = check_config(with_options(name, groups))
             previous = groups
         own = deepcopy(plain)
         for key, value in chosen.items():
@@ -100,7 +100,7 @@ def compose_jobs(name: str) -> Iterator[dict[str, Any]]:
         yield own
 
 
-def checked(cfg: DictConfig) -> dict[str, Any]:
+def check_config(cfg: DictConfig) -> dict[str, Any]:
     """The configuration as plain values, after the check that every run makes."""
     own = {"choice", "sweep", "head"}
     check(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in own]))
@@ -263,7 +263,7 @@ def test_the_table_finds_an_experiment_that_left_its_paper(name: str, key: str, 
     7 and 10 are put back in `reporting/test_published.py`, 9 and 15 in `test_published.py` and
     `reporting/test_tables.py`; 13's marks and 14's values above, and in `tasks/test_metrics.py`.
     """
-    cfg = checked(compose_experiment(name))
+    cfg = check_config(compose_experiment(name))
     assert list_mismatches(name, cfg) == set()
     if key.startswith("header"):
         cfg["head"] = value

@@ -39,7 +39,7 @@ class Top:
     anything: Any = None
 
 
-def checked(text: str) -> None:
+def check_text(text: str) -> None:
     check_against(OmegaConf.create(text), Top)
 
 
@@ -64,11 +64,11 @@ def checked(text: str) -> None:
 )
 def test_a_value_that_does_not_fit_is_refused_by_name(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        checked(f"group: {{{text}}}")
+        check_text(f"group: {{{text}}}")
 
 
 def test_what_yaml_writes_another_way_is_taken() -> None:
-    checked("group: {count: null, share: 1, pair: [1, 2.5], file: a/b, levels: {a: {b: 1}}}")
+    check_text("group: {count: null, share: 1, pair: [1, 2.5], file: a/b, levels: {a: {b: 1}}}")
 
 
 @pytest.mark.parametrize("number", ["1e308", "-1e39", ".inf", ".nan", "1" + 40 * "0"])
@@ -87,7 +87,7 @@ def test_what_yaml_writes_another_way_is_taken() -> None:
 )
 def test_a_number_that_float32_does_not_hold_is_refused(override: str, name: str, number: str) -> None:
     with pytest.raises(InputError, match=f"{name} is .*; it must be finite"):
-        checked(override.format(number))
+        check_text(override.format(number))
 
 
 @pytest.fixture
@@ -113,10 +113,10 @@ def theirs(monkeypatch):
     def make_ties(density: float = 0.2) -> TIES:
         return TIES(density=density)
 
-    def stay_silent(**_):
+    def record_call(**_):
         called.append("silent")
 
-    for each in (Own, Untyped, Typed, Stranger, make_ties, stay_silent):
+    for each in (Own, Untyped, Typed, Stranger, make_ties, record_call):
         setattr(module, each.__name__, each)
     monkeypatch.setitem(sys.modules, "theirs", module)
     return called
@@ -150,7 +150,7 @@ TIES_NODE = "{_target_: mergekit_lab.merging.TIES}"
 def test_a_target_that_makes_something_else_is_refused_before_it_is_called(node: str, theirs) -> None:
     for text in (f"merger: {node}", f"mergers: {{mine: {node}}}"):
         with pytest.raises(InputError, match=r"merger[s.].*_target_|unknown key 'merger.*_args_'"):
-            checked(f"{{group: {{}}, {text}}}")
+            check_text(f"{{group: {{}}, {text}}}")
     with pytest.raises(InputError, match=r"_target_|_args_"):
         build(OmegaConf.create(node), Method)
     assert theirs == []
@@ -159,7 +159,7 @@ def test_a_target_that_makes_something_else_is_refused_before_it_is_called(node:
 def test_nothing_is_built_where_nothing_is_declared(theirs) -> None:
     for text in ("anything: {_target_: theirs.Stranger}", "anything: [{x: {_target_: theirs.silent}}]"):
         with pytest.raises(InputError, match="_target_"):
-            checked(f"{{group: {{}}, {text}}}")
+            check_text(f"{{group: {{}}, {text}}}")
     assert theirs == []
 
 
@@ -201,10 +201,10 @@ def test_a_run_calls_nothing_that_its_schema_does_not_name(lines, more, theirs, 
 def test_a_value_is_shown_in_short() -> None:
     long = "x" * 5000
     with pytest.raises(InputError) as caught:
-        checked(f"group: {{count: [{', '.join(1000 * ['[1, 2]'])}], file: {long}}}")
+        check_text(f"group: {{count: [{', '.join(1000 * ['[1, 2]'])}], file: {long}}}")
     assert len(str(caught.value)) < 300
     with pytest.raises(InputError) as caught:
-        checked(f"group: {{way: {long}}}")
+        check_text(f"group: {{way: {long}}}")
     assert len(str(caught.value)) < 300
 
 

@@ -43,7 +43,7 @@ def make_weights(fill: float = 1.0):
     return make
 
 
-def _race(root: Path, log: Path) -> None:
+def _obtain_slowly(root: Path, log: Path) -> None:
     def make(workspace):
         with log.open("a") as file:
             file.write("made\n")
@@ -55,7 +55,8 @@ def _race(root: Path, log: Path) -> None:
 
 @pytest.mark.parametrize("count", [2, 8])
 def test_processes_that_race_for_one_expert_make_it_once(tmp_path, count) -> None:
-    racers = [FORKS.Process(target=_race, args=(tmp_path / "store", tmp_path / "log")) for _ in range(count)]
+    arguments = (tmp_path / "store", tmp_path / "log")
+    racers = [FORKS.Process(target=_obtain_slowly, args=arguments) for _ in range(count)]
     for racer in racers:
         racer.start()
     for racer in racers:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from language import Colors, make_tiny_backbone
 from tiny import TinyEncoder, make_tiny_objective
+from trainings import Cut
 
 from mergekit_lab.optim import ASAM, SAM, WASAM, MergOPT
 from mergekit_lab.training import TrainingSettings, clock, finetune
@@ -29,10 +30,6 @@ SETTINGS = TrainingSettings(
 )
 LANGUAGE = ("llama", "t5")
 """Kinds of `save_tiny`; the Llama decodes its answers, the T5 chooses them."""
-
-
-class Cut(Exception):
-    pass
 
 
 def train(

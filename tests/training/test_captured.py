@@ -22,9 +22,9 @@ REPLAYABLE = [name for name in OPTIMIZERS if name != "mergopt_worst"]
 def card(monkeypatch):
     """The CPU, with graphs."""
     monkeypatch.setattr("mergekit_lab.training.module.DEVICES", ("cpu",))
-    monkeypatch.setattr(captured, "GraphStream", recorder.GraphStream)
+    monkeypatch.setattr(captured, "GraphStream", recorder.RecordedGraphStream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recorder.recording[0])
-    return recorder.GraphStream
+    return recorder.RecordedGraphStream
 
 
 def train(make_optimizer, head, replays: bool, steps: int = 14):

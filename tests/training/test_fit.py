@@ -102,13 +102,13 @@ def test_clipping_leaves_the_ascent_gradient_as_it_is(tmp_path, head) -> None:
     base = partial(torch.optim.SGD, lr=0.1)
     norms = []
 
-    class Probe(SAM):
+    class NormProbe(SAM):
         def compute_perturbation(self, params, grads):
             norms.append(float(torch.cat([g.flatten() for g in grads]).norm()))
             return super().compute_perturbation(params, grads)
 
     settings = TrainingSettings(steps=1, batch_size=8, lr=1.0, weight_decay=0.0, clip_norm=1e-3, validations=1)
-    run(tmp_path, head, partial(Probe, base=base, rho=0.5), settings)
+    run(tmp_path, head, partial(NormProbe, base=base, rho=0.5), settings)
     assert norms[0] > 1e-2
 
 
@@ -139,7 +139,7 @@ def test_no_step_asks_for_a_trace_of_the_stack(tmp_path, head, monkeypatch) -> N
 def test_a_quarter_of_the_batch_serves_the_ascent(tmp_path, head) -> None:
     seen = []
 
-    class Watched(TinyEncoder):
+    class WatchedEncoder(TinyEncoder):
         def forward(self, images):
             seen.append(len(images)) if self.training else None
             return super().forward(images)
@@ -147,7 +147,7 @@ def test_a_quarter_of_the_batch_serves_the_ascent(tmp_path, head) -> None:
     settings = TrainingSettings(steps=2, batch_size=8, lr=1e-2, weight_decay=0.0, validations=1)
     sam = partial(SAM, base=ADAMW, rho=0.05, ascent_fraction=0.25)
     finetune(
-        Watched(), {"a": make_tiny_objective(head)}, sam, settings,
+        WatchedEncoder(), {"a": make_tiny_objective(head)}, sam, settings,
         seed=0, resume=tmp_path, trainer={"accelerator": "cpu", "enable_progress_bar": False},
     )  # fmt: skip
     assert seen == [2, 8, 2, 8]

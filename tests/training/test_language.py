@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from language import Colors, make_tiny_backbone, save_tiny
+from trainings import Cut
 
 from mergekit_lab.backbones import LoRA
 from mergekit_lab.backbones.rows import round_up
@@ -17,10 +18,6 @@ CASES = {
     "qwen2": {"checkpointing": True, "answering": "generate"},
     "t5": {},
 }
-
-
-class Cut(Exception):
-    pass
 
 
 @pytest.mark.parametrize(("architecture", "lora"), [("llama", True), ("qwen2", False), ("t5", False)])

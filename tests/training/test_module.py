@@ -89,7 +89,7 @@ def test_a_micro_batch_is_all_that_is_in_memory_at_a_time_and_one_offset_serves_
 ) -> None:
     sizes, weights = [], set()
 
-    class Watched(Attentive):
+    class WatchedModel(Attentive):
         def forward(self, images):
             if self.training:
                 sizes.append(len(images))
@@ -97,11 +97,17 @@ def test_a_micro_batch_is_all_that_is_in_memory_at_a_time_and_one_offset_serves_
             return super().forward(images)
 
     settings = TrainingSettings(steps=2, batch_size=8, lr=1e-2, weight_decay=0.0, validations=1, accumulate=4)
-    run(tmp_path / "offsets", head, Watched(), partial(MergOPT, base=OPTIMIZERS["adamw"], scale=1e-2), settings)
+    run(
+        tmp_path / "offsets",
+        head,
+        WatchedModel(),
+        partial(MergOPT, base=OPTIMIZERS["adamw"], scale=1e-2),
+        settings,
+    )
     assert sizes == [2] * 8
     assert len(weights) == 2
     sizes.clear()
-    run(tmp_path / "ascents", head, Watched(), partial(SAM, base=OPTIMIZERS["adamw"]), settings)
+    run(tmp_path / "ascents", head, WatchedModel(), partial(SAM, base=OPTIMIZERS["adamw"]), settings)
     assert sizes == [2] * 16
 
 
@@ -138,12 +144,14 @@ def test_a_clock_stops_training_sets_the_rate_and_places_validations_and_does_no
 ) -> None:
     seconds, rates = Seconds(monkeypatch), []
 
-    class Probe(torch.optim.SGD):
+    class StepProbe(torch.optim.SGD):
         def step(self, closure=None):
             rates.append(self.param_groups[0]["lr"])
             return super().step(closure)
 
-    done = run(tmp_path, head, Timed(seconds), partial(Probe, lr=1.0), TrainingSettings(**SECONDS, **COMMON))
+    done = run(
+        tmp_path, head, Timed(seconds), partial(StepProbe, lr=1.0), TrainingSettings(**SECONDS, **COMMON)
+    )
     assert done.step == len(rates) == 12
     assert [p["step"] for p in done.curve if "val_accuracy" in p] == [4, 8, 12]
     assert rates[0] == pytest.approx(1 / 25)
