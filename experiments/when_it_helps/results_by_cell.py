@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from cells import ALONG, ARMS, CORE, RHOS, SAME_COST, SAME_COST_AT
+from cells import ALONG, ARMS, CORE, RHOS, SAME_COST, SAME_COST_AT, SEEDS
 
 Line = dict[str, Any]
 Cells = tuple[str, str, str, str]
@@ -54,7 +54,7 @@ class Results(dict[Key, Line]):
         return [gain for key in keys if (gain := self.gain(key, column)) is not None]
 
     def seeds(self, world: str, axis: str, value: str, arm: str) -> list[int]:
-        return sorted(k.seed for k in self if k[:4] == (world, axis, value, arm))
+        return [seed for seed in SEEDS if Key(world, axis, value, arm, seed) in self]
 
     def list_cells(self) -> list[Cells]:
         """Those that have a seed."""
