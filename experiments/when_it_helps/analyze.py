@@ -276,16 +276,16 @@ def predictions(results: Results, world: str) -> str:
 
 def predictions_along(results: Results) -> str:
     """Rank correlations of what was measured with SAM's and ASAM's gains where their sign changes."""
-    places = dict.fromkeys(
+    settings = dict.fromkeys(
         k[1:3] for k, line in results.items()
         if k.world == "glyphs" and k.axis in ("main", *WHERE_MEASURED) and k.arm in RHOS and "measures" in line
     )  # fmt: skip
-    if len(places) < 5:
+    if len(settings) < 5:
         return ""
     columns = (*ON_AXES, "experts")
     text = (
         "## glyphs: what predicts the sign?\n\nSpearman's ρ with the gains of SAM and ASAM at AdamW's steps, "
-        f"over {len(places)} settings: the main one, and along {', '.join(WHERE_MEASURED)}. Of a measure as it "
+        f"over {len(settings)} settings: the main one, and along {', '.join(WHERE_MEASURED)}. Of a measure as it "
         "differs from AdamW's, then of AdamW's own. In brackets: of how many points the sign follows from the "
         "measure's rise (AdamW's own: from being above its median), in the direction that fits better.\n\n"
     )
@@ -294,8 +294,8 @@ def predictions_along(results: Results) -> str:
         for name in MEASURES:
             row = [f"AdamW's {name}" if own else name]
             for column in columns:
-                points = np.array([[point_along(results, place, arm, name, column, own) for arm in RHOS]
-                                   for place in places])  # fmt: skip
+                points = np.array([[point_along(results, setting, arm, name, column, own) for arm in RHOS]
+                                   for setting in settings])  # fmt: skip
                 x, y = points[..., 0], points[..., 1]
                 high = x > (np.median(x) if own else 0)
                 agree = int((high == (y > 0)).sum())
@@ -304,10 +304,10 @@ def predictions_along(results: Results) -> str:
                 limits.append(chance_of(x, y))
             rows.append(row)
     gains = [
-        [point_along(results, p, arm, "norm", c, False)[1] for p in places for arm in RHOS] for c in columns
+        [point_along(results, p, arm, "norm", c, False)[1] for p in settings for arm in RHOS] for c in columns
     ]
     common = [str(max(n := sum(g > 0 for g in each), len(each) - n)) for each in gains]
-    rows.append([f"the commoner sign, of {2 * len(places)}", *common])
+    rows.append([f"the commoner sign, of {2 * len(settings)}", *common])
     text += markdown(("measure", *columns), rows) + "\n"
     return text + (
         f"By chance |ρ| stays below {min(limits):.2f} to {max(limits):.2f} in 95 of 100 cases: settings were "
@@ -316,14 +316,14 @@ def predictions_along(results: Results) -> str:
 
 
 def point_along(
-    results: Results, place: tuple[str, str], arm: str, name: str, column: str, own: bool
+    results: Results, setting: tuple[str, str], arm: str, name: str, column: str, own: bool
 ) -> tuple[float, float]:
     """A measure, AdamW's own or how it differs from it, and the gain; not numbers where they are not there."""
-    point = point_of(results, ("glyphs", *place, arm), name, column)
+    point = point_of(results, ("glyphs", *setting, arm), name, column)
     if point is None or not own:
         return point or (math.nan, math.nan)
-    seeds = results.seeds("glyphs", *place, "adamw")
-    known = [measure_of(results[Key("glyphs", *place, "adamw", seed)], name) for seed in seeds]
+    seeds = results.seeds("glyphs", *setting, "adamw")
+    known = [measure_of(results[Key("glyphs", *setting, "adamw", seed)], name) for seed in seeds]
     return statistics.mean(v for v in known if v is not None), point[1]
 
 

@@ -39,8 +39,8 @@ def draw_axes(results: Results, path: Path) -> None:
         panel.axhline(0, color="black", linewidth=0.8)
         panel.set_ylim(*SHOWN)
         for number, arm in enumerate(ARMS_SHOWN):
-            gains = {x: g for x, (own, value) in enumerate(settings)
-                     if (g := results.gains("glyphs", own, value, arm, merger))}  # fmt: skip
+            gains = {x: g for x, (own, value) in enumerate(settings) if arm in arms_along(axis)
+                     and (g := results.gains("glyphs", own, value, arm, merger))}  # fmt: skip
             ends = {x + 0.1 * (number - 1): g for x, g in gains.items()}
             line = "none" if axis in ("likeness", "pretraining") else "-"
             means = [statistics.mean(g) for g in ends.values()]
