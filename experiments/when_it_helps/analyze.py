@@ -285,7 +285,7 @@ def predictions_along(results: Results) -> str:
     columns = (*ON_AXES, "experts")
     text = (
         "## glyphs: what predicts the sign?\n\nSpearman's ρ with the gains of SAM and ASAM at AdamW's steps, "
-        f"over {len(settings)} settings: the main one, and along {', '.join(WHERE_MEASURED)}. Of a measure as it "
+        f"over {len(settings)} settings: the main one, along {', '.join(WHERE_MEASURED)}. Of a measure as it "
         "differs from AdamW's, then of AdamW's own. In brackets: of how many points the sign follows from the "
         "measure's rise (AdamW's own: from being above its median), in the direction that fits better.\n\n"
     )
