@@ -197,14 +197,15 @@ def axis_tables(results: Results, axis: str) -> str:
         chosen = [", ".join(f"{line['mergers'][m]['coefficient']:g}" for line in lines) for m in ON_AXES[1:]]
         coefficients.extend([[shown(value), arm, *chosen]] if lines else [])
     references = [
-        [shown(value), "adamw", *(spread([v for s in results.seeds("glyphs", own, value, "adamw")
-          if (v := accuracy(results[Key("glyphs", own, value, "adamw", s)], c)) is not None]) for c in columns)]
+        [shown(value), *(spread([v for s in results.seeds("glyphs", own, value, "adamw")
+          if (v := accuracy(results[Key("glyphs", own, value, "adamw", s)], c)) is not None])
+          for c in ("zero_shot", *columns))]
         for own, value in places if axis != "rho"
     ]  # fmt: skip
     text = f"## glyphs, along {axis}\n\n"
     at = "at all values" if axis == "rho" else "at one value"
     if references:
-        text += "AdamW's accuracy in per cent:\n\n" + markdown((axis, "arm", *columns), references) + "\n"
+        text += "AdamW's accuracy in per cent:\n\n" + markdown((axis, "zero-shot", *columns), references) + "\n"
     text += (
         f"Gain in points. A star: p < .05 by an analysis of variance over the arms {at} and seeds, by Holm's "
         "correction for all tests along this axis; the main arms have their own.\n\n"
