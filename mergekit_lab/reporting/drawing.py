@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mergekit_lab.reporting.charts import Chart
+from mergekit_lab.reporting.encoding import Chart
 from mergekit_lab.reporting.records import write_text
 
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"

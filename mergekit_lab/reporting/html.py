@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergekit_lab.errors import say_bytes, say_duration
-from mergekit_lab.reporting.charts import Chart
 from mergekit_lab.reporting.drawing import load_chart
+from mergekit_lab.reporting.encoding import Chart
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.origin import Origin
 from mergekit_lab.reporting.published import HEADER, TITLE, Beside, format_numbers, list_bases

@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from mergekit_lab.reporting import charts
+from mergekit_lab.reporting import charts, figures
 from mergekit_lab.reporting.drawing import make_title, name_files, save_figure
+from mergekit_lab.reporting.encoding import Chart
 from mergekit_lab.reporting.names import REFERENCE, Look, choose_looks, display_name
 from mergekit_lab.reporting.tables import Row, Table
 
@@ -142,7 +143,7 @@ _MEASURES = {
 }
 
 
-def _chart_curves(curves: Curves, measure: str) -> charts.Chart:
+def _chart_curves(curves: Curves, measure: str) -> Chart:
     known = {name: [point for point in points if measure in point] for name, points in curves.items()}
     factor = 100.0 if measure == "val_accuracy" else 1.0
     series = {
@@ -150,9 +151,8 @@ def _chart_curves(curves: Curves, measure: str) -> charts.Chart:
         for name, points in known.items()
     }
     looks = {name: Look.choose(number) for number, name in enumerate(curves)}
-    positive = all(value > 0 for _, values in series.values() for value in values)
-    logarithmic = positive and measure != "val_accuracy"
-    return charts.chart_lines(_MEASURES[measure], "step", "", series, looks, logarithmic=logarithmic)
+    logarithmic = measure != "val_accuracy"
+    return figures.chart_lines(_MEASURES[measure], "step", "", series, looks, logarithmic=logarithmic)
 
 
 def draw_searches(groups: Mapping[str, Searches], order: Sequence[str], folder: Path) -> list[Path]:
@@ -179,7 +179,7 @@ def draw_searches(groups: Mapping[str, Searches], order: Sequence[str], folder: 
     return [save_figure(folder / "coefficients.png", heading, panels)]
 
 
-def _chart_searches(title: str, searches: Searches, looks: Mapping[str, Look]) -> charts.Chart:
+def _chart_searches(title: str, searches: Searches, looks: Mapping[str, Look]) -> Chart:
     ordered = {
         display_name(label): sorted(searches[label], key=lambda point: point["coefficient"])
         for label in looks
@@ -191,7 +191,7 @@ def _chart_searches(title: str, searches: Searches, looks: Mapping[str, Look]) -
     }
     chosen = {name: [p["coefficient"] for p in points if p.get("chosen")] for name, points in ordered.items()}
     shown = {display_name(label): look for label, look in looks.items()}
-    return charts.chart_lines(
+    return figures.chart_lines(
         title, "coefficient α (ringed: chosen)", "normalized (%)", series, shown, chosen=chosen
     )
 

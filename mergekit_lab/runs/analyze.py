@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from mergekit_lab.kept_results import with_nan, without_nan
 from mergekit_lab.reporting import write_report
-from mergekit_lab.reporting.figures import draw_analysis
+from mergekit_lab.reporting.drawing import save_figure
 from mergekit_lab.reporting.summary import say_count
 from mergekit_lab.runs.analyses import Analysis
 from mergekit_lab.runs.finetune import declare_expert
@@ -61,9 +61,9 @@ def stage_analyze(run: Run) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(text)
     drawing = built.draw(with_nan(json.loads(text)))
-    paths = draw_analysis(drawing.title, drawing.panels, folder / name, **drawing.options)
-    run.tracker.log_figure(name, paths[0])
-    log.info("%s: %s, %s", name, say_seconds(artifact), paths[0])
+    figure = save_figure(folder / f"{name}.png", drawing.title, drawing.panels)
+    run.tracker.log_figure(name, figure)
+    log.info("%s: %s, %s", name, say_seconds(artifact), figure)
     _write_page(run)
 
 

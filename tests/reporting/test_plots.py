@@ -8,7 +8,7 @@ import pytest
 import vl_convert
 
 from mergekit_lab.paths import find_conf_dir
-from mergekit_lab.reporting import build_table, charts, drawing, figures, names, plots
+from mergekit_lab.reporting import build_table, drawing, encoding, figures, names, plots
 
 CURVE = [
     {"step": 0, "train_loss": 2.0, "val_loss": 2.1, "val_accuracy": 0.1},
@@ -147,8 +147,10 @@ def test_a_method_that_stands_several_times_has_one_color_and_several_looks():
     looks = names.choose_looks(labels)
     assert len({looks[label].color for label in labels[:3]}) == 1
     assert len(set(looks.values())) == 4
-    analysis = figures.Lines("", "", "", dict.fromkeys(["experts", "ties", "mine"], ([0], [1])), mergers=True)
-    assert (analysis.looks["ties"], analysis.looks["experts"]) == (looks["ties"], names.REFERENCE)
+    analysis = figures.chart_mergers("", "", "", dict.fromkeys(["experts", "ties", "mine"], ([0], [1])))
+    colors = analysis["layer"][0]["encoding"]["color"]["scale"]
+    assert colors["domain"] == ["experts", "TIES", "mine"]
+    assert colors["range"][:2] == [names.REFERENCE.color, looks["ties"].color]
 
 
 def test_losses_stand_on_a_logarithmic_axis_and_accuracies_do_not(tmp_path):
@@ -190,8 +192,8 @@ def test_the_search_is_drawn_in_order_with_a_ring_around_the_choice(tmp_path):
 
 def test_panels_share_a_legend_where_it_is_the_same(tmp_path):
     def resolved(*labels):
-        lines = [figures.Lines("", "x", "y", {label: ([0, 1], [1.0, 2.0])}) for label in labels]
-        figures.draw_analysis("", lines, tmp_path / "a")
+        lines = [figures.chart_lines("", "x", "y", {label: ([0, 1], [1.0, 2.0])}) for label in labels]
+        drawing.save_figure(tmp_path / "a.png", "", lines)
         return drawing.load_chart(tmp_path / "a.png")["resolve"]["scale"]["color"]
 
     assert resolved("one", "one") == "shared"
@@ -236,9 +238,11 @@ def test_a_merged_model_costs_its_experts_too_and_the_costs_are_drawn(tmp_path, 
 def test_cells_that_are_not_finite_are_left_out_of_a_planes_scale_and_shown_as_missing(tmp_path, drawn) -> None:
     lost = [[math.nan, 1.0, 2.0], [1.0, 2.0, 3.0], [2.0, 3.0, math.inf]]
     for values, missing in (([[float(x + y) for y in range(3)] for x in range(3)], 0), (lost, 2)):
-        plane = figures.Plane("panel", values, {"here": (1.0, 1.0)})
-        (_, svg) = figures.draw_analysis("title", [plane], tmp_path / "plane", alphas=[0.0, 1.0, 2.0])
-        assert svg.read_text().count(f'fill="{charts.MISSING_COLOR}"') == missing
+        axis = [0.0, 1.0, 2.0]
+        plane = figures.chart_plane("panel", values, (axis, axis), ("a", "b"), points={"here": (1.0, 1.0)})
+        assert plane["title"] == ("panel (2 of 9 not finite)" if missing else "panel")
+        png = drawing.save_figure(tmp_path / "plane.png", "title", [plane])
+        assert png.with_suffix(".svg").read_text().count(f'fill="{encoding.MISSING_COLOR}"') == missing
     assert figures.spread_levels([value for row in lost for value in row]) == [1.0, 2.0, 3.0]
 
 
@@ -260,8 +264,8 @@ def test_the_interval_of_an_average_is_drawn_else_the_deviation_over_seeds(tmp_p
 
 def test_names_of_points_stand_beside_them_and_on_no_other(tmp_path):
     points = {f"name {i}": (0.5 + 0.01 * i, 0.5) for i in range(4)} | {"a name at the edge": (1.0, 0.9)}
-    plane = figures.Plane("", [[0.0, 1.0]] * 2, points)
-    (path, _) = figures.draw_analysis("", [plane], tmp_path / "a", alphas=[0.0, 1.0])
+    plane = figures.chart_plane("", [[0.0, 1.0]] * 2, ([0.0, 1.0], [0.0, 1.0]), ("a", "b"), points=points)
+    path = drawing.save_figure(tmp_path / "a.png", "", [plane])
     texts = [layer for layer in panels(path)[0]["layer"] if layer["mark"]["type"] == "text"]
     sides = {each["data"]["values"][0]["name"]: (each["mark"]["align"], each["mark"]["dy"]) for each in texts}
     assert sides.keys() == points.keys()
@@ -271,10 +275,14 @@ def test_names_of_points_stand_beside_them_and_on_no_other(tmp_path):
 
 def test_a_matrix_is_colored_on_the_scale_of_its_data_without_the_diagonal():
     values = [[1.0, 0.02, 0.05], [0.02, 1.0, 0.03], [0.05, 0.03, 1.0]]
-    assert figures.Matrix("", "abc", values).limits == (0.02, 0.05)
-    assert figures.Matrix("", "abc", values, signed=True).limits == (-0.05, 0.05)
-    assert figures.Matrix("", "a", [[1.0]]).limits == (0.0, 1.0)
-    chart = charts.chart_matrix("", "cab", values, (0.02, 0.05), False)
+
+    def find_limits(chart):
+        return chart["layer"][0]["encoding"]["color"]["scale"]["domain"]
+
+    assert find_limits(figures.chart_matrix("", "abc", values)) == [0.02, 0.05]
+    assert find_limits(figures.chart_matrix("", "abc", values, signed=True)) == [-0.05, 0.05]
+    assert find_limits(figures.chart_matrix("", "a", [[1.0]])) == [0.0, 1.0]
+    chart = figures.chart_matrix("", "cab", values)
     assert [chart["encoding"][axis]["sort"] for axis in "xy"] == [["c", "a", "b"]] * 2
     cells = chart["data"]["values"]
     assert [cell["value"] for cell in cells if cell["row"] == cell["column"]] == [None] * 3
@@ -283,8 +291,8 @@ def test_a_matrix_is_colored_on_the_scale_of_its_data_without_the_diagonal():
 
 def test_losses_of_analyses_are_logarithmic_unless_one_is_not_positive(tmp_path):
     for low, scale in ((0.1, "log"), (-0.1, "linear")):
-        panel = figures.Lines("", "x", "loss", {"a": ([0, 1], [1.0, low])}, logarithmic=True)
-        figures.draw_analysis("", [panel], tmp_path / "a")
+        panel = figures.chart_lines("", "x", "loss", {"a": ([0, 1], [1.0, low])}, logarithmic=True)
+        drawing.save_figure(tmp_path / "a.png", "", [panel])
         (chart,) = panels(tmp_path / "a.png")
         assert (chart["layer"][0]["encoding"]["y"]["scale"].get("type") or "linear") == scale
 

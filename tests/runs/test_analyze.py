@@ -23,7 +23,7 @@ from mergekit_lab.kept_results import keep_results
 from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
-from mergekit_lab.reporting.figures import draw_analysis
+from mergekit_lab.reporting.drawing import save_figure
 from mergekit_lab.runs import analyze as stage
 from mergekit_lab.runs.analyses import Analysis, ablations, contract, distribution, paths, sweeps, vectors
 from mergekit_lab.runs.run import Run
@@ -73,7 +73,7 @@ def analyze(folder: Path, store: Path, name: str, *overrides: str, drawn: bool =
     common = ["stage=analyze", f"analysis={name}", "joint=false"]
     if not any(each.startswith("merger=") for each in SMALL[name]):
         common.append("merger=task_arithmetic")
-    with nullcontext() if drawn else patch.object(stage, "draw_analysis", lambda *_, **__: [folder]):
+    with nullcontext() if drawn else patch.object(stage, "save_figure", lambda *_: folder):
         go(folder, store, *common, *SMALL[name], *overrides)
     return json.loads((folder / f"analysis/{name}.json").read_text())
 
@@ -131,7 +131,7 @@ def test_the_analysis_of_the_page_measures_the_stored_experts(trained, tmp_path,
     assert all(0.01 < norm < 10 for norm in moved.values())
     drawing = build(cfg.analysis, Analysis).draw(moved)
     with leave_undrawn():
-        assert draw_analysis(drawing.title, drawing.panels, tmp_path / "figure", **drawing.options)[0].exists()
+        assert save_figure(tmp_path / "figure.png", drawing.title, drawing.panels).exists()
 
 
 def test_landscape_and_disentanglement_share_one_pass(trained, tmp_path) -> None:
@@ -171,19 +171,18 @@ def test_a_plane_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypatc
 
 
 def test_a_barrier_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypatch) -> None:
-    from mergekit_lab.runs.analyses import paths
-
     _, store = trained
     options = ["analysis.points=4"]
-    real, made = paths.evaluate_line, []
+    real, made = contract.evaluate_line, []
 
-    def cut(model, weights, label, *args):
+    def cut(model, start, end, alphas, tasks, size):
+        (label,) = tasks
         if made == ["digits"] and label == "latin" and not (tmp_path / "again").exists():
             raise KeyboardInterrupt
         made.append(label)
-        return real(model, weights, label, *args)
+        return real(model, start, end, alphas, tasks, size)
 
-    monkeypatch.setattr(paths, "evaluate_line", cut)
+    monkeypatch.setattr(contract, "evaluate_line", cut)
     with pytest.raises(KeyboardInterrupt):
         analyze(tmp_path / "cut", store, "barrier", *options)
     (tmp_path / "again").mkdir()
@@ -308,9 +307,6 @@ def test_rows_with_nan_are_read_back_and_written_as_null(tmp_path) -> None:
     assert math.isnan(recall(("a", 1))["loss"][0])
     assert recall(("b", 2)) == {"loss": [math.inf]}
     assert file.read_text().splitlines()[2] == '[["b", 2], {"loss": [null]}]'
-    panel = contract.make_plane_panel("loss", [[1.0, math.nan], [3.0, 2.0]])
-    assert math.isnan(panel.values[0][1])
-    assert panel.title == "loss (1 of 4 not finite)"
     assert math.isnan(measure_barrier([1.0, math.nan, 0.0], [0.0, 0.5, 1.0]))
 
 
@@ -318,18 +314,16 @@ def test_a_task_whose_expert_scores_zero_does_not_choose_the_coefficient(
     trained, tmp_path, monkeypatch
 ) -> None:
     """Without it latin's values over next to nothing would decide."""
-    from mergekit_lab.runs.analyses import paths, sweeps
-
     values = {"digits": {0.5: 0.8, 1.0: 0.4}, "latin": {0.5: 0.0, 1.0: 0.01}}
     own = {"digits": 0.8, "latin": 0.0}
 
-    def made(model, weights, label, alphas, tasks, size):
+    def made(model, start, end, alphas, tasks, size):
         def at(task, alpha):
-            return own[task] if label in tasks else values[task][alpha]
+            return own[task] if len(tasks) == 1 else values[task][alpha]
 
         return {t: {"loss": [1.0] * len(alphas), "value": [at(t, a) for a in alphas]} for t in tasks}
 
-    monkeypatch.setattr(sweeps, "evaluate_line", made)
+    monkeypatch.setattr(contract, "evaluate_line", made)
     (point,) = analyze(tmp_path / "a", trained[1], "expert_count", "analysis.samples=19")["points"]
     assert (point["coefficient"], point["normalized"], point["left_out"]) == (0.5, 1.0, ["latin"])
     assert point["value"] == pytest.approx(0.4)
@@ -339,8 +333,8 @@ def test_a_task_whose_expert_scores_zero_does_not_choose_the_coefficient(
     swept = {"task_arithmetic": {t: {"value": [0.4, 0.01]} for t in values}}
     data = {"alphas": [0.5, 1.0], "experts": {"digits": 0.8, "latin": 0.0}, "mergers": swept}
     drawing = paths.AlphaSweep().draw(data)
-    assert drawing.panels[0].curves["task_arithmetic"][1] == pytest.approx([50.0, 1.25])
-    assert "without latin" in drawing.panels[0].title
+    assert [p["y"] for p in drawing.panels[0]["data"]["values"]] == pytest.approx([50.0, 1.25])
+    assert "without latin" in drawing.panels[0]["title"]
 
 
 def test_the_ends_of_a_way_between_experts_lie_on_the_straight_line(trained, tmp_path) -> None:
@@ -433,6 +427,11 @@ def test_no_coefficient_is_chosen_on_test_where_fishers_shrink() -> None:
     assert ablations.FisherFraction().coefficients == (1.0,)
 
 
+def test_a_value_out_of_range_is_refused_where_no_configuration_gives_it() -> None:
+    with pytest.raises(InputError, match=r"analysis.rank is 0; it must be at least 1"):
+        vectors.TaskVectors(rank=0)
+
+
 def test_a_share_of_samples_is_whole_batches_and_one_at_least() -> None:
     made = Curvature(
         kind=None, samples=None, fraction=0.005, batch=64, estimate="per_sample", sampled=False, chunk=8
@@ -457,4 +456,5 @@ def test_the_mean_over_tasks_stands_beside_their_curvatures() -> None:
         for at in (0.0, 1.0)
     ]
     drawing = paths.HessianPath().draw({"shares": [0.0, 1.0], "points": points})
-    assert drawing.panels[0].curves["mean"] == ([0.0, 1.0], [2.0, 3.0])
+    mean = [(p["x"], p["y"]) for p in drawing.panels[0]["data"]["values"] if p["name"] == "mean"]
+    assert mean == [(0.0, 2.0), (1.0, 3.0)]

@@ -5,9 +5,9 @@ from mergekit_lab.runs.analyses.cloud import ExpertCloud
 from mergekit_lab.runs.analyses.contract import (
     Analysis,
     Drawing,
+    OnSamples,
     compute_each,
     describe_experts,
-    describe_part,
 )
 from mergekit_lab.runs.analyses.distribution import EntryDistribution
 from mergekit_lab.runs.analyses.paths import AlphaSweep, HessianPath, JointTaskLinearity, LossBarrier
@@ -31,9 +31,9 @@ __all__ = [
     "JointTaskLinearity",
     "Landscape",
     "LossBarrier",
+    "OnSamples",
     "RankSweep",
     "TaskVectors",
     "compute_each",
     "describe_experts",
-    "describe_part",
 ]

@@ -13,25 +13,23 @@ from torch import Tensor
 
 from mergekit_lab.analysis.plane import Weights
 from mergekit_lab.errors import InputError
+from mergekit_lab.reporting.figures import chart_plane
 from mergekit_lab.runs.analyses.contract import (
-    Analysis,
     Count,
     Data,
     Drawing,
+    OnSamples,
+    add_planes,
     compute_each,
     describe_experts,
-    describe_part,
     make_grid,
-    make_plane_panel,
     read_states,
-    take_samples_of,
 )
 from mergekit_lab.runs.run import Run
-from mergekit_lab.tasks import Part
 
 
-@dataclass(frozen=True)
-class ExpertCloud(Analysis):
+@dataclass(frozen=True, kw_only=True)
+class ExpertCloud(OnSamples):
     """Every task's loss on the plane `θ̄ + x c1 + y c2` of the experts' principal components (EpiMer, Figure 4).
 
     `θ̄` is the experts' mean, `c1` and `c2` unit vectors; axes are distances in weight space. Components and
@@ -40,13 +38,10 @@ class ExpertCloud(Analysis):
     Args:
         points: of each axis.
         margin: how far the plane reaches beyond the experts, as a share of the cloud's extent.
-        part: train, validation or test.
-        samples: of each task, at most.
     """
 
     points: Annotated[int, Ge(2)] = 15
     margin: Annotated[float, Ge(0)] = 0.25
-    part: Part = "validation"
     samples: Count | None = 1000
 
     def describe_content(self, run: Run) -> dict[str, Any]:
@@ -56,7 +51,7 @@ class ExpertCloud(Analysis):
             "analysis": "cloud",
             "points": self.points,
             "margin": self.margin,
-            **describe_part(run, self.part, self.samples),
+            **self.describe_part(run),
             **describe_experts(run, run.tasks),
         }
 
@@ -66,7 +61,7 @@ class ExpertCloud(Analysis):
         low, high = _find_frame(coordinates, self.margin)
         xs, ys = (make_grid(a, b, self.points) for a, b in zip(low, high, strict=True))
         weights = Weights(run.model, run.base_state, ends)
-        chosen = take_samples_of(run, self.part, self.samples)
+        chosen = self.take_samples(run)
 
         def compute(i: int) -> dict[str, list[float]]:
             row: dict[str, list[float]] = {task: [] for task in chosen}
@@ -77,8 +72,7 @@ class ExpertCloud(Analysis):
                     row[task].append(part.score(run.model, run.cfg.evaluation_batch_size).loss)
             return row
 
-        file = resume / "cells.jsonl"
-        rows = compute_each(run, range(self.points), compute, file, "plane of the cloud").values()
+        rows = compute_each(run, resume, range(self.points), compute, "plane of the cloud").values()
         return {
             "axes": [xs, ys],
             "loss": {task: [row[task] for row in rows] for task in chosen},
@@ -87,17 +81,17 @@ class ExpertCloud(Analysis):
         }
 
     def draw(self, data: Data) -> Drawing:
-        (xs, ys), experts = data["axes"], data["experts"]
-        points = {task: tuple(point) for task, point in experts.items()}
-        total = [[sum(v) for v in zip(*rows, strict=True)] for rows in zip(*data["loss"].values(), strict=True)]
-        panels: list[Any] = [make_plane_panel("all tasks", total, points)]
-        panels += [
-            make_plane_panel(task, values, {task: points[task]}) for task, values in data["loss"].items()
-        ]
+        points = {task: tuple(point) for task, point in data["experts"].items()}
         first, second = (f"{100 * share:.0f} %" for share in data["explained"])
         names = (f"component 1 ({first})", f"component 2 ({second})")
-        options = {"alphas": xs, "others": ys, "axes_names": names}
-        return Drawing(f"Loss around the cloud of experts on {self.part}", panels, options)
+        shown = [
+            ("all tasks", add_planes(data["loss"].values()), points),
+            *((task, values, {task: points[task]}) for task, values in data["loss"].items()),
+        ]
+        panels = [
+            chart_plane(title, values, data["axes"], names, points=marked) for title, values, marked in shown
+        ]
+        return Drawing(f"Loss around the cloud of experts on {self.part}", panels)
 
 
 def find_principal_plane(

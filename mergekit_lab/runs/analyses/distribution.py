@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
 from mergekit_lab.optim import fit_offset
-from mergekit_lab.reporting.figures import Lines
+from mergekit_lab.reporting.figures import chart_lines
 from mergekit_lab.runs.analyses.contract import (
     Analysis,
     Data,
@@ -26,7 +26,8 @@ from mergekit_lab.runs.analyses.contract import (
 from mergekit_lab.runs.run import Run
 
 SUM = "+sum"
-_KINDS = ("laplace", "gaussian")
+KINDS = ("laplace", "gaussian")
+"""Distributions that are fitted to entries."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class EntryDistribution(Analysis):
             deltas = [torch.stack([subtract(end[n], base[n]) for end in added]).sum(dim=0) for n in changed]
             return self.measure_entries(torch.cat([delta.flatten() for delta in deltas]))
 
-        return compute_each(run, [*ends, SUM], compute, resume / "cells.jsonl", "task vectors")
+        return compute_each(run, resume, [*ends, SUM], compute, "task vectors")
 
     def measure_entries(self, entries: Tensor) -> Data:
         """Their histogram, and the distributions fitted to them."""
@@ -73,22 +74,27 @@ class EntryDistribution(Analysis):
         return {
             "bins": [-reach + (i + 0.5) * width for i in range(self.bins)],
             "density": (counts.double() / (len(entries) * width)).tolist(),
-            "fits": {kind: asdict(fit_offset([entries], kind)) for kind in _KINDS},
-            "share_unchanged": float((entries == 0).double().mean()),
+            **fit_entries(entries),
         }
 
     def draw(self, data: Data) -> Drawing:
-        panels: list[Any] = []
+        panels = []
         for label, entry in sorted(data.items(), key=lambda item: item[0] != SUM):
             x, fits = entry["bins"], entry["fits"]
             curves = {"entries": (x, entry["density"])}
-            for kind in _KINDS:
+            for kind in KINDS:
                 name = f"{kind}, K–S {fits[kind]['ks_distance']:.3f}"
                 curves[name] = (x, [_evaluate_density(value, kind, fits[kind]) for value in x])
             title = "sum of all" if label == SUM else label
             title += f", {100 * entry['share_unchanged']:.0f} % unchanged"
-            panels.append(Lines(title, "change of a weight", "density", curves))
-        return Drawing("Entries of task vectors", panels, {})
+            panels.append(chart_lines(title, "change of a weight", "density", curves))
+        return Drawing("Entries of task vectors", panels)
+
+
+def fit_entries(entries: Tensor) -> Data:
+    """The distributions fitted to a task vector's entries, and the share of them that did not change."""
+    fits = {kind: asdict(fit_offset([entries], kind)) for kind in KINDS}
+    return {"fits": fits, "share_unchanged": float((entries == 0).double().mean())}
 
 
 def _evaluate_density(x: float, kind: str, fit: Mapping[str, float]) -> float:

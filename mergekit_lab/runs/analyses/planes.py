@@ -12,26 +12,25 @@ from annotated_types import MinLen
 
 from mergekit_lab.analysis.plane import Row, Weights, evaluate_plane
 from mergekit_lab.ranges import require
+from mergekit_lab.reporting.encoding import Chart
+from mergekit_lab.reporting.figures import chart_plane
 from mergekit_lab.runs.analyses.contract import (
-    Analysis,
     Count,
     Data,
     Drawing,
+    OnSamples,
+    add_planes,
     choose_pairs,
     compute_each,
     describe_experts,
-    describe_part,
     make_grid,
-    make_plane_panel,
     read_states,
-    take_samples_of,
 )
 from mergekit_lab.runs.run import Run
-from mergekit_lab.tasks import Part
 
 
-@dataclass(frozen=True)
-class _OnPlane(Analysis):
+@dataclass(frozen=True, kw_only=True)
+class _OnPlane(OnSamples):
     """Losses, values and ξ at `θ0 + α1 τ1 + α2 τ2` for pairs of experts.
 
     Args:
@@ -40,8 +39,6 @@ class _OnPlane(Analysis):
         others: α of every other expert of the run, everywhere on the plane; 0 leaves them out. At 0.3, ξ is
             ξ_all.
         tasks: "pair" evaluates on the pair's tasks, "all" on every task of the run.
-        part: train, validation or test.
-        samples: of each task, at most.
         box: where coefficients are searched, `[low, high]`, drawn in red; null draws none.
     """
 
@@ -51,11 +48,11 @@ class _OnPlane(Analysis):
     points: int = 21
     others: float = 0.0
     tasks: Literal["pair", "all"] = "pair"
-    part: Part = "validation"
     samples: Count | None = 2000
     box: list[float] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.box is not None:
             fit = len(self.box) == 2 and self.box[0] < self.box[1]
             require(fit, "analysis.box", self.box, "[low, high] with numbers low < high, or null")
@@ -71,7 +68,7 @@ class _OnPlane(Analysis):
             "alphas": make_grid(self.low, self.high, self.points),
             "others": self.others,
             "tasks": self.tasks,
-            **describe_part(run, self.part, self.samples, names),
+            **self.describe_part(run, names),
             **describe_experts(run, names),
         }
 
@@ -79,7 +76,7 @@ class _OnPlane(Analysis):
         content = self.describe_content(run)
         ends = read_states(run, content["experts"])
         weights = Weights(run.model, run.base_state, ends)
-        chosen = take_samples_of(run, self.part, self.samples, content["data"])
+        chosen = self.take_samples(run, content["data"])
         pairs = []
         for pair in content["pairs"]:
             others = {task: self.others for task in ends if task not in pair and self.others}
@@ -88,14 +85,13 @@ class _OnPlane(Analysis):
                 evaluate_plane, run.model, weights, on, pair, content["alphas"],
                 others=others, batch_size=run.cfg.evaluation_batch_size,
             )  # fmt: skip
-            file = resume / f"{pair[0]}+{pair[1]}.jsonl"
-            rows = self._compute_rows(run, compute, file, " + ".join(pair))
+            rows = self._compute_rows(run, resume, compute, pair)
             measures = {name: [row[name] for row in rows] for name in rows[0]}
             pairs.append({"pair": list(pair), "measures": measures})
         return {"alphas": content["alphas"], "pairs": pairs}
 
     def _compute_rows(
-        self, run: Run, compute: Callable[..., Iterator[Row]], file: Path, title: str
+        self, run: Run, resume: Path, compute: Callable[..., Iterator[Row]], pair: tuple[str, str]
     ) -> list[Row]:
         """All rows of a plane; those that an earlier try left are not computed again."""
         rows: Iterator[Row] | None = None
@@ -105,16 +101,17 @@ class _OnPlane(Analysis):
             rows = rows or compute(start=i)
             return next(rows)
 
-        return list(compute_each(run, range(self.points), compute_next_row, file, title).values())
+        title, name = " + ".join(pair), "+".join(pair)
+        return list(compute_each(run, resume, range(self.points), compute_next_row, title, name).values())
 
-    def _make_drawing(self, title: str, data: Data, panels: list[Any]) -> Drawing:
+    def _chart(self, data: Data, title: str, values: Any, points: Any = None) -> Chart:
         names = data["pairs"][0]["pair"] if len(data["pairs"]) == 1 else ["first", "second"]
-        box = None if self.box is None else (self.box[0], self.box[1])
-        options = {"alphas": data["alphas"], "axes_names": tuple(f"α of {name}" for name in names), "box": box}
-        return Drawing(title, panels, options)
+        first, second = (f"α of {name}" for name in names)
+        axes = data["alphas"], data["alphas"]
+        return chart_plane(title, values, axes, (first, second), points=points, box=self.box)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Landscape(_OnPlane):
     """The joint loss `Σ_t L_t` over the plane, and each task's own."""
 
@@ -124,25 +121,21 @@ class Landscape(_OnPlane):
             losses = {n.removeprefix("loss/"): v for n, v in entry["measures"].items() if n.startswith("loss/")}
             first, second = entry["pair"]
             points = {"θ0": (0.0, 0.0), first: (1.0, 0.0), second: (0.0, 1.0)}
-            joint = [
-                [sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*losses.values(), strict=True)
-            ]
-            panels.append(make_plane_panel(f"joint loss, {first} + {second}", joint, points))
+            shown = {f"joint loss, {first} + {second}": add_planes(losses.values())}
             if len(data["pairs"]) == 1:
-                panels += [
-                    make_plane_panel(f"loss of {task}", values, points) for task, values in losses.items()
-                ]
-        return self._make_drawing("Loss landscape of task vectors", data, panels)
+                shown |= {f"loss of {task}": values for task, values in losses.items()}
+            panels += [self._chart(data, title, values, points) for title, values in shown.items()]
+        return Drawing("Loss landscape of task vectors", panels)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Disentanglement(_OnPlane):
     """The disentanglement error ξ over the plane, in % of the pair's predictions."""
 
     def draw(self, data: Data) -> Drawing:
-        panels: list[Any] = []
+        panels = []
         for entry in data["pairs"]:
             percent = [[50 * value for value in row] for row in entry["measures"]["xi"]]
-            panels.append(make_plane_panel(f"{entry['pair'][0]} + {entry['pair'][1]}", percent))
+            panels.append(self._chart(data, " + ".join(entry["pair"]), percent))
         kind = "ξ" if not self.others else f"ξ, other experts at {self.others:g}"
-        return self._make_drawing(f"Disentanglement error {kind} (% of predictions)", data, panels)
+        return Drawing(f"Disentanglement error {kind} (% of predictions)", panels)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,23 +16,21 @@ from mergekit_lab.analysis.interference import encode_sums
 from mergekit_lab.analysis.plane import Weights, cross_task_linearity, find_blocks
 from mergekit_lab.merging import TaskArithmetic
 from mergekit_lab.merging.inputs import open_inputs
-from mergekit_lab.optim import fit_offset
-from mergekit_lab.reporting.figures import Lines, Matrix
+from mergekit_lab.reporting.figures import chart_lines, chart_matrix
 from mergekit_lab.runs.analyses.contract import (
     Analysis,
     Count,
     Data,
     Drawing,
+    OnSamples,
     choose_pairs,
     compute_each,
     describe_experts,
-    describe_part,
     read_states,
     subtract,
-    take_samples_of,
 )
+from mergekit_lab.runs.analyses.distribution import KINDS, fit_entries
 from mergekit_lab.runs.run import Run
-from mergekit_lab.tasks import Part
 
 ALL = "+all"
 """The cell of all task vectors together."""
@@ -76,11 +74,9 @@ class TaskVectors(Analysis):
                 return measure_all()
             delta = {name: subtract(ends[task][name], run.base_state[name]) for name in inputs.merged}
             entries = torch.cat([d.flatten() for d in delta.values()])  # one pass, not one a tensor
-            fits = {kind: asdict(fit_offset([entries], kind)) for kind in ("laplace", "gaussian")}
-            unchanged = float((entries == 0).double().mean())
-            return {"spectrum": self.measure_spectrum(delta), "fits": fits, "share_unchanged": unchanged}
+            return {"spectrum": self.measure_spectrum(delta), **fit_entries(entries)}
 
-        parts = compute_each(run, [ALL, *ends], measure, resume / "cells.jsonl", "task vectors")
+        parts = compute_each(run, resume, [ALL, *ends], measure, "task vectors")
         return {
             "experts": list(ends),
             **parts[ALL],
@@ -104,54 +100,40 @@ class TaskVectors(Analysis):
     def draw(self, data: Data) -> Drawing:
         names, overall = data["experts"], data["overall"]
         matrices = [layer for layer in data["layers"] if "overlap" in layer]
-        panels: list[Any] = [
-            Matrix("cosine", names, overall["cosine"], signed=True),
-            Matrix("sign conflict", names, overall["sign_conflict"]),
+        panels = [
+            chart_matrix("cosine", names, overall["cosine"], signed=True),
+            chart_matrix("sign conflict", names, overall["sign_conflict"]),
         ]
         if matrices:
             overlap = torch.tensor([layer["overlap"] for layer in matrices]).mean(dim=0)
-            panels.append(Matrix("overlap of leading subspaces", names, overlap.tolist()))
+            panels.append(chart_matrix("overlap of leading subspaces", names, overlap.tolist()))
             depth = list(range(len(matrices)))
             ranks = {n: (depth, [layer["stable_rank"][t] for layer in matrices]) for t, n in enumerate(names)}
-            panels.append(Lines("stable rank", "matrix, in the model's order", "‖δ‖² / σ₁²", ranks))
+            panels.append(chart_lines("stable rank", "matrix, in the model's order", "‖δ‖² / σ₁²", ranks))
             curves = {n: (list(range(1, len(v) + 1)), v) for n, v in data["spectra"].items()}
-            panels.append(
-                Lines("spectrum, mean over matrices", "singular value", "σ / σ₁", curves, logarithmic=True)
-            )
+            title = "spectrum, mean over matrices"
+            panels.append(chart_lines(title, "singular value", "σ / σ₁", curves, logarithmic=True))
         positions = list(range(len(names)))
-        distances = {
-            kind: (positions, [data["fits"][n][kind]["ks_distance"] for n in names])
-            for kind in ("laplace", "gaussian")
-        }
-        panels.append(
-            Lines(
-                "weights that did not move",
-                "",
-                "share of entries",
-                {"unchanged": (positions, [data["share_unchanged"][n] for n in names])},
-                labels=names,
-            )
-        )
-        panels.append(
-            Lines("distance of entries from a fit", "", "Kolmogorov–Smirnov", distances, labels=names)
-        )
-        return Drawing("Task vectors", panels, {})
+        still = {"unchanged": (positions, [data["share_unchanged"][n] for n in names])}
+        far = {kind: (positions, [data["fits"][n][kind]["ks_distance"] for n in names]) for kind in KINDS}
+        panels += [
+            chart_lines("weights that did not move", "", "share of entries", still, labels=names),
+            chart_lines("distance of entries from a fit", "", "Kolmogorov–Smirnov", far, labels=names),
+        ]
+        return Drawing("Task vectors", panels)
 
 
-@dataclass(frozen=True)
-class CrossTaskLinearity(Analysis):
+@dataclass(frozen=True, kw_only=True)
+class CrossTaskLinearity(OnSamples):
     """CTL per block for pairs of experts, on samples of both tasks.
 
     Args:
         pairs: `[[a, b], …]`; null: every pair of the run.
         coefficient: λ.
-        part: train, validation or test.
-        samples: of each task.
     """
 
     pairs: Annotated[list[list[str]], MinLen(1)] | None = None
     coefficient: float = 0.3
-    part: Part = "validation"
     samples: Count | None = 256
 
     def describe_content(self, run: Run) -> dict[str, Any]:
@@ -162,7 +144,7 @@ class CrossTaskLinearity(Analysis):
             "features": "unpadded",
             "pairs": pairs,
             "coefficient": self.coefficient,
-            **describe_part(run, self.part, self.samples, names),
+            **self.describe_part(run, names),
             **describe_experts(run, names),
         }
 
@@ -171,18 +153,18 @@ class CrossTaskLinearity(Analysis):
         names = list(dict.fromkeys(task for pair in pairs for task in pair))
         weights = Weights(run.model, run.base_state, read_states(run, names))
         blocks = find_blocks(run.model)
-        chosen = take_samples_of(run, self.part, self.samples, names)
+        chosen = self.take_samples(run, names)
 
         def compute(pair: tuple[str, str]) -> Data:
             both = [chosen[task] for task in pair]
             values = cross_task_linearity(run.model, blocks, weights, pair, both, coefficient=self.coefficient)
             return {"pair": list(pair), "values": list(values.values())}
 
-        results = compute_each(run, pairs, compute, resume / "cells.jsonl", "pairs of experts")
+        results = compute_each(run, resume, pairs, compute, "pairs of experts")
         return {"blocks": list(blocks), "pairs": list(results.values())}
 
     def draw(self, data: Data) -> Drawing:
         depth = list(range(1, len(data["blocks"]) + 1))
         curves = {" + ".join(entry["pair"]): (depth, entry["values"]) for entry in data["pairs"]}
-        panel = Lines("by block", "block", "E[1 − cos]", curves)
-        return Drawing(f"Cross-task linearity at λ = {self.coefficient:g}", [panel], {})
+        panel = chart_lines("by block", "block", "E[1 − cos]", curves)
+        return Drawing(f"Cross-task linearity at λ = {self.coefficient:g}", [panel])
