@@ -17,9 +17,10 @@ from mergekit_lab.reporting.records import (
     write_records,
 )
 from mergekit_lab.reporting.report import ReportPaths, compare, write_cross_table, write_report
+from mergekit_lab.reporting.run_files import RunFiles
 from mergekit_lab.reporting.tables import Cell, build_table
 from mergekit_lab.reporting.tensorboard_tracker import TensorBoardTracker
-from mergekit_lab.reporting.trackers import CsvTracker, Product, Tracker
+from mergekit_lab.reporting.trackers import CsvTracker, Product, Start, Tracker
 from mergekit_lab.reporting.wandb_tracker import WandbTracker
 from mergekit_lab.reporting.writing import print_table, to_csv, to_latex, to_markdown
 
@@ -32,6 +33,8 @@ __all__ = [
     "Product",
     "Record",
     "ReportPaths",
+    "RunFiles",
+    "Start",
     "TensorBoardTracker",
     "Timing",
     "Tracker",

@@ -16,12 +16,12 @@ from typing import Any
 
 from mergekit_lab.errors import say_duration
 from mergekit_lab.reporting import html, plots
-from mergekit_lab.reporting.bootstrap import Samples, add_intervals
+from mergekit_lab.reporting.bootstrap import add_intervals
 from mergekit_lab.reporting.checks import find_warnings
 from mergekit_lab.reporting.cross_table import CrossTable, tabulate_across
 from mergekit_lab.reporting.origin import Origin, list_commands
 from mergekit_lab.reporting.plots import Curves, Searches
-from mergekit_lab.reporting.published import Beside, unite, write_published
+from mergekit_lab.reporting.published import unite, write_published
 from mergekit_lab.reporting.records import Failure, Record, Timing, deduplicate, write_records, write_text
 from mergekit_lab.reporting.run_files import RunFiles, read_run
 from mergekit_lab.reporting.summary import describe
@@ -48,53 +48,16 @@ class ReportPaths:
     """What gave no result, as far as the report knows."""
 
 
-def write_report(
-    out_dir: Path | str,
-    records: Iterable[Record],
-    *,
-    curves: Curves,
-    searches: Searches,
-    config_yaml: str,
-    timings: Mapping[str, Timing],
-    failures: Sequence[Failure] = (),
-    samples: Samples | None = None,
-    published: Sequence[Beside] = (),
-    origin: Origin | None = None,
-    title: str,
-) -> ReportPaths:
-    """Write one run's records and every view of them into `out_dir`.
-
-    Args:
-        records: this run's evaluations; one that is repeated counts once.
-        curves: training curves by expert, see `plots.Curves`; empty where nothing was trained.
-        searches: coefficient searches by merger, see `plots.Searches`.
-        config_yaml: the composed configuration; shown as it is, so it must hold no secret.
-        timings: by stage, in the order run.
-        failures: what gave no result.
-        samples: what every test sample contributed, by evaluation key; averages get intervals from it.
-        published: published numbers with ours.
-        origin: how the run was made.
-    """
-    run = RunFiles(
-        Path(out_dir),
-        deduplicate(records),
-        curves,
-        searches,
-        timings,
-        samples or {},
-        published,
-        config_yaml,
-        origin,
-    )
+def write_report(run: RunFiles, title: str) -> ReportPaths:
+    """Write one run's records, what its views are drawn from, and every view, into its folder."""
     run.write()
-    return _write_views(run.folder, {"": run}, failures, title, origin)
+    return _write_views(run.folder, {"": run}, (), title, run.origin)
 
 
 def compare(
     run_dirs: Iterable[Path | str],
     out_dir: Path | str,
     *,
-    failures: Sequence[Failure] = (),
     origin: Origin | None = None,
     title: str = "Comparison",
 ) -> ReportPaths:
@@ -108,9 +71,9 @@ def compare(
     """
     outcomes = [read_run(run_dir) for run_dir in map(Path, run_dirs)]
     runs = [outcome for outcome in outcomes if isinstance(outcome, RunFiles)]
-    failed = [*failures, *(outcome for outcome in outcomes if isinstance(outcome, Failure))]
+    failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
     names = _shorten_names([run.folder for run in runs])
-    return _write_views(Path(out_dir), dict(zip(names, runs, strict=True)), failed, title, origin)
+    return _write_views(Path(out_dir), dict(zip(names, runs, strict=True)), failures, title, origin)
 
 
 def write_cross_table(folder: Path, records: Iterable[Record], table: str, measure: str) -> CrossTable:

@@ -38,6 +38,10 @@ def declare_side_input(run: Run, kind: str, task: str) -> Node:
         },
         make=lambda workspace: _make_side(run, kind, task, workspace),
         needs=(source,),
+        say=lambda side: f"{kind} of {task}: {say_seconds(side)}",
+        list_points=lambda side: [
+            {f"{kind}_trace": side.info["trace"], f"{kind}_seconds": side.info["wall_seconds"]}
+        ],
     )  # fmt: skip
 
 
@@ -71,12 +75,7 @@ def stage_curvature(run: Run) -> None:
     nodes = list_curvature_nodes(run)
     if not nodes:
         log.info("curvature: no merger of this run needs any")
-    for node, artifact, is_news in run.make(stage_curvature, nodes):
-        measured = {"trace": artifact.info["trace"], "seconds": artifact.info["wall_seconds"]}
-        kind = node.kind.removesuffix("s")
-        run.tracker.log({f"{node.unit}/{kind}_{name}": v for name, v in measured.items()}, nodes.index(node))
-        if is_news:
-            log.info("%s: %s", node.label.removeprefix("the "), say_seconds(artifact))
+    run.make(stage_curvature, nodes)
 
 
 def _make_side(run: Run, kind: str, task: str, workspace: Workspace) -> Mapping[str, Any]:

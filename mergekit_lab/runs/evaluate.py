@@ -52,5 +52,4 @@ def stage_evaluate(run: Run) -> None:
     for model in list_models(run):
         if model.node:
             run.need(model.node)
-    for _ in run.make(stage_evaluate, list_evaluation_nodes(run), "evaluating"):
-        pass
+    run.make(stage_evaluate, list_evaluation_nodes(run), "evaluating")

@@ -7,12 +7,12 @@ Plans, what is missing, shared trainings, lineage and times walk over these node
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from mergekit_lab.store import make_key
+from mergekit_lab.store import Artifact, make_key
 from mergekit_lab.store.store import Workspace
 
 
@@ -31,6 +31,8 @@ class Node:
         needs: what it is made of.
         awaits: nodes whose results are part of this node's content, such as the coefficient that was chosen.
             Until they are made, `decide` returns a placeholder that nothing is published under.
+        say: what the log says of it once it is there; None: nothing.
+        list_points: what a tracker draws of it, a point a step.
     """
 
     kind: str
@@ -41,6 +43,8 @@ class Node:
     make: Callable[[Workspace], Mapping[str, Any]]
     needs: tuple[Node, ...] = ()
     awaits: tuple[Node, ...] = ()
+    say: Callable[[Artifact], str] | None = None
+    list_points: Callable[[Artifact], Sequence[Mapping[str, float]]] = lambda artifact: ()
 
     @property
     def content(self) -> Mapping[str, Any]:

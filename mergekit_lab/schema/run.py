@@ -24,7 +24,8 @@ from mergekit_lab.optim import count_gradient_evaluations
 from mergekit_lab.optim.offset import OffsetOptimizer
 from mergekit_lab.ranges import FASTEST, require
 from mergekit_lab.reporting import Tracker
-from mergekit_lab.schema.check import build, build_partial, check_against, list_stages
+from mergekit_lab.schema.check import build, build_partial, check_against
+from mergekit_lab.schema.stages import list_stages
 from mergekit_lab.schema.store import StoreSettings
 from mergekit_lab.schema.target import Target
 from mergekit_lab.tasks import Task

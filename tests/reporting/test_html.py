@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mergekit_lab.reporting import Origin, build_table, html, write_report
+from mergekit_lab.reporting import Origin, RunFiles, build_table, html, write_report
 from mergekit_lab.reporting.drawing import save_figure
 from mergekit_lab.reporting.figures import chart_lines, chart_matrix, chart_mergers, chart_plane
 from mergekit_lab.reporting.origin import list_commands
@@ -118,11 +118,8 @@ def page(tmp_path_factory, study) -> Path:
     ]  # fmt: skip
     (folder / "analysis").mkdir()
     save_figure(folder / "analysis" / "all.png", EVIL, panels)
-    return write_report(
-        folder, records, curves={"a": CURVE}, searches={"merger1": SEARCH}, config_yaml="a: <b>", timings={},
-        origin=ORIGIN,
-        title="A <study>",
-    ).html  # fmt: skip
+    run = RunFiles(folder, records, "a: <b>", curves={"a": CURVE}, searches={"merger1": SEARCH}, origin=ORIGIN)
+    return write_report(run, "A <study>").html
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ class Recorder(Tracker):
 
     told: list[tuple[str, dict]] = []  # noqa: RUF012
 
-    def start(self, config, **named):
-        self.told.append(("start", {"config": config, **named}))
+    def start(self, start):
+        self.told.append(("start", vars(start)))
 
     def log_product(self, product):
         self.told.append(
