@@ -5,8 +5,10 @@ Importing this loads neither rich, matplotlib nor wandb.
 
 from mergekit_lab.reporting.checks import find_warnings
 from mergekit_lab.reporting.cross_table import parse_table, tabulate_across
+from mergekit_lab.reporting.leaderboard import build_table
 from mergekit_lab.reporting.origin import Origin
-from mergekit_lab.reporting.published import Beside, read_published, set_beside
+from mergekit_lab.reporting.paper_tables import read_published
+from mergekit_lab.reporting.published import Beside, set_beside
 from mergekit_lab.reporting.records import (
     Failure,
     Record,
@@ -18,7 +20,7 @@ from mergekit_lab.reporting.records import (
 )
 from mergekit_lab.reporting.report import ReportPaths, compare, write_cross_table, write_report
 from mergekit_lab.reporting.run_files import RunFiles
-from mergekit_lab.reporting.tables import Cell, build_table
+from mergekit_lab.reporting.tables import Cell
 from mergekit_lab.reporting.tensorboard_tracker import TensorBoardTracker
 from mergekit_lab.reporting.trackers import CsvTracker, Product, Start, Tracker
 from mergekit_lab.reporting.wandb_tracker import WandbTracker

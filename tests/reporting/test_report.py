@@ -330,7 +330,7 @@ def test_a_comparison_equals_the_table_of_all_records_and_lists_the_failed(tmp_p
     assert f"- {tmp_path / 'odd'} : " in text
     assert "nan/records.jsonl, line 1: record" in text
     assert "6 failures: see the list." in text
-    assert len(together.failures) == 7
+    assert len(together.failures) == 6
     assert "finetune: 2 min 02 s, 2 computed, 4 reused" in text
 
 
