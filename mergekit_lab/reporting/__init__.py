@@ -21,8 +21,7 @@ from mergekit_lab.reporting.records import (
 from mergekit_lab.reporting.report import ReportPaths, compare, write_cross_table, write_report
 from mergekit_lab.reporting.run_files import RunFiles
 from mergekit_lab.reporting.tables import Cell
-from mergekit_lab.reporting.tensorboard_tracker import TensorBoardTracker
-from mergekit_lab.reporting.trackers import CsvTracker, Product, Start, Tracker
+from mergekit_lab.reporting.trackers import CsvTracker, Product, Start, TensorBoardTracker, Tracker
 from mergekit_lab.reporting.wandb_tracker import WandbTracker
 from mergekit_lab.reporting.writing import print_table, to_csv, to_latex, to_markdown
 

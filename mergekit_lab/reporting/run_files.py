@@ -73,16 +73,11 @@ def read_run(folder: Path) -> RunFiles | Failure:
                 raise InputError(f"{folder / file} is a pipe or a device, not a file")
         if (folder / "failure.json").exists():
             failure = _read_object(folder / "failure.json")
-            return Failure(
-                name,
-                strip_controls(str(failure.get("error", "failed without a message"))),
-                tuple(strip_controls(str(each)) for each in failure.get("overrides", ())),
-            )
+            error = strip_controls(failure.get("error", "failed without a message"))
+            return Failure(name, error, tuple(map(strip_controls, failure.get("overrides", ()))))
         if not (folder / "records.jsonl").exists():
-            return Failure(
-                name,
-                "no records.jsonl: the run did not reach its report" if folder.is_dir() else "no such folder",
-            )
+            unreported = "no records.jsonl: the run did not reach its report"
+            return Failure(name, unreported if folder.is_dir() else "no such folder")
         records = read_records(folder / "records.jsonl")
         if not records and not any((folder / "analysis").glob("*.png")):
             return Failure(name, "records.jsonl is empty")

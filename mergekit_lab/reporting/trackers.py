@@ -192,3 +192,49 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
         reader = csv.DictReader(file)
         rows = list(reader)
     return list(reader.fieldnames or ()), rows
+
+
+class TensorBoardTracker(Tracker):
+    """Metrics over steps, the leaderboard's means, and figures, in `tensorboard/JOB` of a run's folder.
+
+    `tensorboard --logdir FOLDER` shows the event files, which tensorboardX writes.
+
+    Raises `InputError` if tensorboardX is not installed.
+    """
+
+    name = "tensorboard"
+
+    def __init__(self) -> None:
+        try:
+            import tensorboardX
+        except ImportError as error:
+            raise InputError(
+                f"logger=tensorboard needs tensorboardX ({error}): pip install 'mergekit_lab[tensorboard]'"
+            ) from None
+        self._make: Any = tensorboardX.SummaryWriter
+
+    def _begin(self, start: Start) -> Any:
+        return self._make(str(start.folder / "tensorboard" / (start.job_type or start.name)))
+
+    @guard
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._open.add_scalar(name, value, step)
+
+    @guard
+    def log_summary(self, table: Table) -> None:
+        for row in table.rows:
+            for measure, cell in (("average", row.average), ("normalized", row.normalized)):
+                if cell.mean is not None:
+                    self._open.add_scalar("/".join((*row.group, row.label, measure)), cell.mean)
+
+    @guard
+    def log_figure(self, name: str, path: Path | str) -> None:
+        import numpy as np
+        from PIL import Image
+
+        pixels = np.asarray(Image.open(path, formats=["PNG"]).convert("RGB"))
+        self._open.add_image(name, pixels, dataformats="HWC")
+
+    def _end(self) -> None:
+        self._open.close()

@@ -23,7 +23,7 @@ from mergekit_lab.runs.own_code import describe_code
 from mergekit_lab.runs.run import Run, say_seconds
 from mergekit_lab.schema.check import build
 from mergekit_lab.schema.stages import list_stages
-from mergekit_lab.store.store import Workspace
+from mergekit_lab.store import Workspace
 
 log = logging.getLogger(__name__)
 

@@ -102,7 +102,7 @@ def _run_on_data(stage: str, cfg: DictConfig, folder: Path) -> None:
 
 def _run_stages(run: Run, wanted: list[str]) -> float | None:
     """Run the stages, and measure what the configuration asks for as `objective`."""
-    from mergekit_lab.runs.outcome import measure_outcome
+    from mergekit_lab.runs.evaluate import load_harness_tasks, measure_outcome
 
     if len(run.devices) > 1 and "finetune" in wanted:
         from mergekit_lab.runs.train import IMPORTS
@@ -110,8 +110,6 @@ def _run_stages(run: Run, wanted: list[str]) -> float | None:
 
         import_ahead(IMPORTS)
     if run.has_harness and "evaluate" in wanted:
-        from mergekit_lab.runs.evaluate import load_harness_tasks
-
         load_harness_tasks(run)
     write_failure(run.folder, list(run.arguments), "it has not ended: it is under way, or was killed")
     begun = time.monotonic()
@@ -153,14 +151,14 @@ def make_run(
 
 
 def refuse_missing(*configs: DictConfig) -> None:
-    """Refuse a run, or jobs of a sweep, whose data, weights or experts cannot be had; `preflight` says how.
+    """Refuse a run, or jobs of a sweep, whose data, weights or experts cannot be had; `fetch` says how.
 
     Stages that fetch them, or have inputs of their own, need none.
     """
-    from mergekit_lab.runs import preflight
+    from mergekit_lab.runs import fetch
 
     needing = [cfg for cfg in configs if not {"store", *ON_DATA} & set(list_stages(cfg)) and cfg.runs is None]
-    preflight.refuse_missing(*map(settle, needing))
+    fetch.refuse_missing(*map(settle, needing))
 
 
 @contextmanager

@@ -22,8 +22,7 @@ from mergekit_lab.runs.published_experts import find_expert, import_expert, read
 from mergekit_lab.runs.run import MODEL, Run, say_seconds
 from mergekit_lab.runs.train import Training
 from mergekit_lab.schema.run import count_evaluations_a_step, wants_fit
-from mergekit_lab.store import Artifact
-from mergekit_lab.store.store import Workspace
+from mergekit_lab.store import Artifact, Workspace
 from mergekit_lab.tasks import PARTS, HubImages
 from mergekit_lab.training import TrainingSettings
 from mergekit_lab.training.settings import describe_machine

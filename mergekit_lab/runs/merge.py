@@ -29,8 +29,7 @@ from mergekit_lab.runs.models import TASK_FACTORS, Model
 from mergekit_lab.runs.nodes import Node, declare, walk
 from mergekit_lab.runs.run import MODEL, Run, say_seconds
 from mergekit_lab.runs.search import declare_search, read_coefficient, read_fields
-from mergekit_lab.store import Artifact
-from mergekit_lab.store.store import Workspace
+from mergekit_lab.store import Artifact, Workspace
 
 log = logging.getLogger(__name__)
 

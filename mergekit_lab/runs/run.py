@@ -294,8 +294,8 @@ class Run:
             artifact = self.obtain(node)
             for step, point in enumerate(node.list_points(artifact)):
                 self.tracker.log({f"{node.unit}/{name}": value for name, value in point.items()}, step)
-            told = artifact.reused and artifact.key in self.made  # by the worker that made it
-            if node.say is not None and not told:
+            worker_said = artifact.reused and artifact.key in self.made
+            if node.say is not None and not worker_said:
                 log.info("%s", node.say(artifact))
 
     def track(self, items: Iterable[Item], title: str, total: int | None = None) -> Iterable[Item]:

@@ -26,8 +26,7 @@ from mergekit_lab.runs.mergers import Merger, make_weight_fields, say_fields
 from mergekit_lab.runs.models import declare_evaluation, make_expert_model
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import MODEL, Run
-from mergekit_lab.store import Artifact
-from mergekit_lab.store.store import Workspace
+from mergekit_lab.store import Artifact, Workspace
 
 
 @declare

@@ -25,7 +25,7 @@ from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
 from mergekit_lab.reporting.drawing import save_figure
 from mergekit_lab.runs import analyze as stage
-from mergekit_lab.runs.analyses import Analysis, ablations, contract, distribution, paths, sweeps, vectors
+from mergekit_lab.runs.analyses import Analysis, ablations, contract, paths, planes, sweeps, vectors
 from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.check import build
 from mergekit_lab.schema.run import Curvature
@@ -146,8 +146,6 @@ def test_landscape_and_disentanglement_share_one_pass(trained, tmp_path) -> None
 
 
 def test_a_plane_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypatch) -> None:
-    from mergekit_lab.runs.analyses import planes
-
     _, store = trained
     options = ["analysis.points=4", "analysis.others=0.3"]
     real, made = planes.evaluate_plane, []
@@ -194,7 +192,7 @@ def test_a_barrier_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypa
     ("name", "where", "what", "pieces"),
     [
         ("task_vectors", vectors.TaskVectors, "measure_spectrum", 2),
-        ("distribution", distribution.EntryDistribution, "measure_entries", 3),
+        ("distribution", vectors.EntryDistribution, "measure_entries", 3),
         ("curvature_gain", sweeps, "merge_experts", 2),
     ],
 )
@@ -401,14 +399,12 @@ def test_the_curvatures_gain_is_not_negative(trained, tmp_path) -> None:
 
 
 def test_a_plane_of_the_cloud_is_that_of_a_singular_value_decomposition() -> None:
-    from mergekit_lab.runs.analyses.cloud import find_principal_plane
-
     generator = torch.Generator().manual_seed(0)
     base = {"a": torch.randn(3, 4, generator=generator), "steps": torch.tensor(2)}
     ends = {
         t: {"a": base["a"] + torch.randn(3, 4, generator=generator), "steps": torch.tensor(2)} for t in "wxyz"
     }
-    shares, places, explained = find_principal_plane(ends, base)
+    shares, places, explained = planes.find_principal_plane(ends, base)
     vectors = torch.stack([(end["a"] - base["a"]).flatten().double() for end in ends.values()])
     centered = vectors - vectors.mean(dim=0)
     _, s, vh = torch.linalg.svd(centered, full_matrices=False)
@@ -442,7 +438,7 @@ def test_a_share_of_samples_is_whole_batches_and_one_at_least() -> None:
 def test_what_bfloat16_rounds_away_of_a_task_vector_is_counted() -> None:
     base = torch.ones(2000, dtype=torch.bfloat16)
     moved = 1 + torch.linspace(-0.004, 0.004, 2000)
-    measure = distribution.EntryDistribution(bins=11).measure_entries
+    measure = vectors.EntryDistribution(bins=11).measure_entries
     exact = measure(contract.subtract(moved, base))
     rounded = measure(contract.subtract(moved.bfloat16(), base))
     assert exact["share_unchanged"] == 0
