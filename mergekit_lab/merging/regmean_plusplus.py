@@ -8,7 +8,9 @@ experts, their order of layers and the method, so they are made for one merge, b
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from annotated_types import Ge, Le
 
 from mergekit_lab.merging.regmean import RegMean
 
@@ -25,6 +27,6 @@ class RegMeanPlusPlus(RegMean):
     method. A run makes them itself.
     """
 
-    ratio: float = 0.95
+    ratio: Annotated[float, Ge(0), Le(1)] = 0.95
 
     side_inputs: ClassVar[tuple[str, ...]] = ("chained_gram",)
