@@ -29,7 +29,7 @@ Rate = Annotated[float, Gt(0), Le(FASTEST)]
 _KINDS: dict[Any, tuple[type, str]] = {
     float: (Real, "a number"), int: (Integral, "a whole number"), bool: (bool, "true or false"),
     NoneType: (NoneType, "null"), Sequence: (Sequence, "a list"), Mapping: (Mapping, "a mapping"),
-    list: (list, "a list"), dict: (dict, "a mapping"), Literal: (object, ""),
+    list: (Sequence, "a list"), dict: (Mapping, "a mapping"), Literal: (object, ""),
 }  # fmt: skip
 
 _BOUNDS = {Ge: (operator.ge, "ge"), Gt: (operator.gt, "gt"), Le: (operator.le, "le"), Lt: (operator.lt, "lt")}
@@ -83,10 +83,10 @@ def check_settings(taker: Callable[..., Any], settings: Mapping[str, object], pr
 
 
 def _check_setting(name: str, value: Any, rules: Sequence[_Rule]) -> None:
-    choices = [str(choice) for rule in rules for choice in rule.choices]
     taking = [rule for rule in rules if rule.takes(value)]
+    choices = [str(choice) for rule in rules for choice in rule.choices]
     if choices and not taking:
-        require_choice(name, value, choices)
+        require_choice(name, value, [*choices, *(["true", "false"] if bool in (r.kind for r in rules) else [])])
     words = " or ".join(_KINDS[rule.kind][1] for rule in rules if rule.kind is not Literal)
     require(bool(taking), name, value, words)
     if isinstance(value, Real) and not isinstance(value, bool):

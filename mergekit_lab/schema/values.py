@@ -98,7 +98,8 @@ def _describe_rule(error: ValidationError, hint: Any, value: Any) -> str:
         return f"; it must be {rule}{', or null' if NoneType in list_options(hint) else ''}"
     choices = [c for option in list_options(hint) if get_origin(option) is Literal for c in get_args(option)]
     if choices and isinstance(value, str):
-        return suggest(value, map(str, choices))
+        flags = ("true", "false") if bool in list_options(hint) else ()
+        return suggest(value, [*map(str, choices), *flags])
     return f"; it must be {_describe(hint)}"
 
 
