@@ -111,11 +111,10 @@ def describe_range(bounds: Iterable[Any]) -> str:
         return f"in {'(' if 'gt' in known else '['}0, 1{']' if 'le' in known else ')'}"
     words = []
     if least is not None:
-        words.append(
-            f"at least {least:g}" if "ge" in known else "positive" if least == 0 else f"above {least:g}"
-        )
+        above = "at least" if "ge" in known else "above"
+        words.append("positive" if above == "above" and least == 0 else f"{above} {least}")
     if most is not None:
-        words.append(f"at most {most:g}" if "le" in known else f"below {most:g}")
+        words.append(f"{'at most' if 'le' in known else 'below'} {most}")
     return ", ".join(words)
 
 

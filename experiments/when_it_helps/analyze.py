@@ -339,11 +339,11 @@ def seconds_table(results: Results) -> str:
     kinds: dict[str, list[float]] = {}
     for key, line in results.items():
         if "seconds" in line:
-            kind = f"{key.world}, {key.axis}" + ", with EpiMer's settings" * ("epimer" in line)
-            kinds.setdefault(kind, []).append(sum(line["seconds"].values()))
+            phase = f"{key.world}, {key.axis}" + ", with EpiMer's settings" * ("epimer" in line)
+            kinds.setdefault(phase, []).append(sum(line["seconds"].values()))
     rows = [
-        [kind, str(len(s)), *(f"{f(s):.0f}" for f in (min, statistics.median, max))]
-        for kind, s in kinds.items()
+        [phase, str(len(s)), *(f"{f(s):.0f}" for f in (min, statistics.median, max))]
+        for phase, s in kinds.items()
     ]
     return "## Seconds of a cell\n\n" + markdown(("cells", "number", "least", "median", "most"), rows) + "\n"
 

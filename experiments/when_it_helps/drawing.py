@@ -23,20 +23,20 @@ MAIN_VALUE = {"distance": "2e-4 × 300", "base": "20000", "tasks": "8", "likenes
 
 def draw_axes(results: Results, path: Path) -> None:
     """Gains along each axis: a column an axis, a row a merger, a line an optimizer."""
-    axes = {axis: places for axis in ALONG if len(places := [
-        place for place in values_along(results, axis)
-        if any(results.gains("glyphs", *place, arm, "experts") for arm in arms_along(axis))
+    axes = {axis: settings for axis in ALONG if len(settings := [
+        setting for setting in values_along(results, axis)
+        if any(results.gains("glyphs", *setting, arm, "experts") for arm in arms_along(axis))
     ]) > 1}  # fmt: skip
     shape = (len(DRAWN), len(axes))
     fig, panels = plt.subplots(
         *shape, figsize=(2.7 * shape[1], 1.6 * shape[0]), sharex="col", sharey=True, squeeze=False
     )
-    for (column, (axis, places)), (row, merger) in product(enumerate(axes.items()), enumerate(DRAWN)):
+    for (column, (axis, settings)), (row, merger) in product(enumerate(axes.items()), enumerate(DRAWN)):
         panel = panels[row][column]
         panel.axhline(0, color="black", linewidth=0.8)
         panel.set_ylim(*SHOWN)
         for number, arm in enumerate(arm for arm in arms_along(axis) if arm in CORE):
-            gains = {x: g for x, (own, value) in enumerate(places)
+            gains = {x: g for x, (own, value) in enumerate(settings)
                      if (g := results.gains("glyphs", own, value, arm, merger))}  # fmt: skip
             ends = {x + 0.1 * (number - 1): g for x, g in gains.items()}
             line = "none" if axis == "likeness" else "-"
@@ -53,8 +53,8 @@ def draw_axes(results: Results, path: Path) -> None:
                     color=f"C{number}",
                     capsize=2,
                 )
-        names = [shown(value or MAIN_VALUE[axis]) for _, value in places]
-        panel.set_xticks(range(len(places)), names, fontsize=8, rotation=40, ha="right")
+        names = [shown(value or MAIN_VALUE[axis]) for _, value in settings]
+        panel.set_xticks(range(len(settings)), names, fontsize=8, rotation=40, ha="right")
         panel.tick_params(axis="y", labelsize=8)
         if row == 0:
             panel.set_title(TITLES[axis], fontsize=9)

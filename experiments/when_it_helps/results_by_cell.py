@@ -26,14 +26,14 @@ class Results(dict[Key, Line]):
     @classmethod
     def of(cls, lines: Iterable[Line]) -> "Results":
         """The latest good line of each cell, with what was measured apart."""
-        found, apart = cls(), {}
+        results, apart = cls(), {}
         for line in lines:
             if "error" not in line:
-                into = apart if line.get("only_measures") else found
+                into = apart if line.get("only_measures") else results
                 into[Key(*(line[name] for name in Key._fields))] = line
-        for key in found.keys() & apart.keys():
-            found[key] = {**found[key], "measures": apart[key]["measures"]}
-        return found
+        for key in results.keys() & apart.keys():
+            results[key] = {**results[key], "measures": apart[key]["measures"]}
+        return results
 
     def reference(self, key: Key) -> Key:
         """AdamW's cell that a cell is compared with; of values that AdamW does not have, the main one."""
@@ -84,7 +84,9 @@ def measure_of(line: Line, name: str) -> float | None:
 def values_along(results: Results, axis: str) -> list[tuple[str, str]]:
     """Axis and value of the lines along an axis in its order, the main cell among them."""
     order = [("main", "") if value is None else (axis, value) for value in ALONG[axis]]
-    return [place for place in order if any(k.axis == place[0] and k.value == place[1] for k in results)]
+    return [
+        setting for setting in order if any(k.axis == setting[0] and k.value == setting[1] for k in results)
+    ]
 
 
 def arms_along(axis: str) -> list[str]:
