@@ -24,6 +24,8 @@ _LONGEST = 2**63
 
 Count = Annotated[int, Ge(1)]
 Share = Annotated[float, Gt(0), Le(1)]
+Proportion = Annotated[float, Ge(0), Le(1)]
+NotNegative = Annotated[float, Ge(0), Le(FASTEST)]
 Rate = Annotated[float, Gt(0), Le(FASTEST)]
 
 _KINDS: dict[Any, tuple[type, str]] = {
@@ -69,17 +71,17 @@ def _read_rules(taker: Callable[..., Any]) -> Mapping[str, tuple[_Rule, ...]]:
     return {name: each for name, each in rules.items() if all(rule.kind in _KINDS for rule in each)}
 
 
-def check_settings(taker: Callable[..., Any], settings: Mapping[str, object], prefix: str = "") -> None:
+def check_settings(taker: Callable[..., Any], settings: Mapping[str, object], named: str = "{}") -> None:
     """Raise `InputError` for the first setting that is not of its declared type, or not in its range.
 
     Args:
         taker: the class, or the function, whose types count; those of no plain values do not.
         settings: by name.
-        prefix: before names in messages.
+        named: what messages call one, "training.{}".
     """
     for name, rules in _read_rules(taker).items():
         if name in settings:
-            _check_setting(prefix + name, settings[name], rules)
+            _check_setting(named.format(name), settings[name], rules)
 
 
 def _check_setting(name: str, value: Any, rules: Sequence[_Rule]) -> None:
@@ -92,10 +94,10 @@ def _check_setting(name: str, value: Any, rules: Sequence[_Rule]) -> None:
     if isinstance(value, Real) and not isinstance(value, bool):
         large = isinstance(value, int) and abs(value) >= _LONGEST
         require(not large, name, value, f"{words}, finite in float32; write large ones as 1e30")
-        require(abs(value) <= FLOAT32_MAX, name, value, "finite in float32")
         bounds = taking[0].bounds
         null = ", or null" if any(rule.kind is NoneType for rule in rules) else ""
         require(all(_is_within(value, bound) for bound in bounds), name, value, describe_range(bounds) + null)
+        require(abs(value) <= FLOAT32_MAX, name, value, "finite in float32")
 
 
 def _is_within(value: Any, bound: Any) -> bool:

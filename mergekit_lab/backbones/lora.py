@@ -39,7 +39,7 @@ class LoRA(Parametrization):
     targets: list[str] | None = None
 
     def __post_init__(self) -> None:
-        check_settings(LoRA, vars(self), "finetuning.")
+        check_settings(LoRA, vars(self), "finetuning.{}")
         if self.targets is not None and not self.targets:
             raise InputError("finetuning.targets is empty: name modules, or leave it null for attention")
 

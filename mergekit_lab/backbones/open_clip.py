@@ -74,7 +74,7 @@ class OpenClip(Backbone):
     keep: Keeper | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_settings(OpenClip, vars(self), "backbone.")
+        check_settings(OpenClip, vars(self), "backbone.{}")
         check_crop(self.crop)
 
     def with_keeper(self, keep: Keeper) -> OpenClip:

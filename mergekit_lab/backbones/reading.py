@@ -48,7 +48,7 @@ class Reading:
     precision: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        check_settings(type(self), vars(self), "backbone.")
+        check_settings(type(self), vars(self), "backbone.{}")
 
     def chooses(self, task: TextTask) -> bool:
         """Whether answers are chosen from the task's choices."""

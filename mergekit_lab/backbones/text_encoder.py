@@ -80,7 +80,7 @@ class TextEncoder(Backbone):
     keep: Keeper | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_settings(TextEncoder, vars(self), "backbone.")
+        check_settings(TextEncoder, vars(self), "backbone.{}")
 
     def with_keeper(self, keep: Keeper) -> TextEncoder:
         """A copy of the backbone whose heads `keep` holds."""

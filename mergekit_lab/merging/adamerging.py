@@ -15,16 +15,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from annotated_types import Ge, Le
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Method, Site
 from mergekit_lab.merging.inputs import Source, Sources, open_inputs
-from mergekit_lab.ranges import Count, Rate, check_settings
+from mergekit_lab.ranges import Count, Proportion, Rate, check_settings
 
 _START = 0.3
 
@@ -46,7 +45,7 @@ class Learning:
     steps: Count = 500
     batch_size: Count = 16
     lr: Rate = 1e-3
-    start: Annotated[float, Ge(0), Le(1)] = _START
+    start: Proportion = _START
     part: Literal["test", "validation", "train"] = "test"
 
     def __post_init__(self) -> None:

@@ -17,15 +17,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Annotated
 
 import torch
-from annotated_types import Ge, Le
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Site
 from mergekit_lab.merging.factorizations import orthogonalize, solve_precise_triplets, solve_triplets
 from mergekit_lab.merging.spectral import SpectralMethod
+from mergekit_lab.ranges import Proportion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +64,7 @@ class IsoCTS(SpectralMethod):
     Notes `rank_deficient` where the directions are not independent.
     """
 
-    common: Annotated[float, Ge(0), Le(1)] = 0.8
+    common: Proportion = 0.8
 
     def merge_matrices(self, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
         deltas = sites[0].orient(deltas)

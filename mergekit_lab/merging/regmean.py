@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
-from annotated_types import Ge, Le
+from annotated_types import Ge
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Method, Site
+from mergekit_lab.ranges import Proportion
 
 _SUFFIXES = (".weight", "_weight")
 
@@ -42,7 +43,7 @@ class RegMean(Method):
         InputError: at the merge, a Gram that does not fit its weight, or a sum of Grams that is singular.
     """
 
-    ratio: Annotated[float, Ge(0), Le(1)] = 1.0
+    ratio: Proportion = 1.0
     ridge: Annotated[float, Ge(0)] = 0.0
 
     side_inputs: ClassVar[tuple[str, ...]] = ("gram",)

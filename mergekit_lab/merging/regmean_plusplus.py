@@ -8,11 +8,10 @@ experts, their order of layers and the method, so they are made for one merge, b
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
-
-from annotated_types import Ge, Le
+from typing import ClassVar
 
 from mergekit_lab.merging.regmean import RegMean
+from mergekit_lab.ranges import Proportion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +26,6 @@ class RegMeanPlusPlus(RegMean):
     method. A run makes them itself.
     """
 
-    ratio: Annotated[float, Ge(0), Le(1)] = 0.95
+    ratio: Proportion = 0.95
 
     side_inputs: ClassVar[tuple[str, ...]] = ("chained_gram",)

@@ -12,12 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
-from annotated_types import Ge, Le
 from torch import Tensor
 
 from mergekit_lab.merging.sphere import SphericalMethod
+from mergekit_lab.ranges import Proportion
 
 _PARALLEL = 0.9995
 _NO_DIRECTION = 1e-8
@@ -35,7 +34,7 @@ class SLERP(SphericalMethod):
     The order of the experts matters: `t` for one order is `1 − t` for the other.
     """
 
-    t: Annotated[float, Ge(0), Le(1)] = 0.5
+    t: Proportion = 0.5
 
     fewest = most = 2
     without_weights = "t says how much of each"

@@ -9,10 +9,10 @@ from fractions import Fraction
 from typing import Annotated, Any, Literal
 
 import torch
-from annotated_types import Ge, Le, Lt
+from annotated_types import Ge, Lt
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.ranges import FASTEST, Count, Rate, check_settings, require, require_positive
+from mergekit_lab.ranges import Count, NotNegative, Rate, check_settings, require, require_positive
 
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 _HOW = ("compile", "capture")
@@ -59,8 +59,8 @@ class TrainingSettings:
 
     steps: Count
     batch_size: Count
-    lr: Annotated[float, Ge(0), Le(FASTEST)]
-    weight_decay: Annotated[float, Ge(0), Le(FASTEST)]
+    lr: NotNegative
+    weight_decay: NotNegative
     budget: Literal["steps", "gradient_evaluations", "seconds"] = "steps"
     gradient_evaluations: Count | None = None
     seconds: Rate | None = None
@@ -78,7 +78,7 @@ class TrainingSettings:
     capture: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        check_settings(TrainingSettings, vars(self), "training.")
+        check_settings(TrainingSettings, vars(self), "training.{}")
         most = f"at most training.batch_size = {self.batch_size}, which it cuts into micro-batches"
         require(self.accumulate <= self.batch_size, "training.accumulate", self.accumulate, most)
         whole = 1 if isinstance(self.warmup_steps, float) else self.steps
