@@ -17,7 +17,7 @@ from mergekit_lab.optim.ascent import AscentOptimizer
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, combine, lerp_
 from mergekit_lab.optim.precision import widen
 from mergekit_lab.optim.sam import compute_sam_perturbation
-from mergekit_lab.ranges import FASTEST, Proportion
+from mergekit_lab.ranges import FASTEST, NotNegative, Proportion
 
 
 def remove_mean(grads: list[Tensor], mean: list[Tensor], sigma: Setting) -> list[Tensor]:
@@ -53,7 +53,7 @@ class FriendlySAM(AscentOptimizer):
         self,
         named_parameters: Parameters,
         base: BaseOptimizer,
-        rho: float = 0.05,
+        rho: NotNegative = 0.05,
         sigma: Annotated[float, Ge(-FASTEST), Le(FASTEST)] = 1.0,
         lmbda: Proportion = 0.9,
     ) -> None:

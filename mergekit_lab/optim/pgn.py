@@ -44,7 +44,11 @@ class PGN(AscentOptimizer):
     recordable = True
 
     def __init__(
-        self, named_parameters: Parameters, base: BaseOptimizer, rho: float = 0.05, alpha: NotNegative = 0.8
+        self,
+        named_parameters: Parameters,
+        base: BaseOptimizer,
+        rho: NotNegative = 0.05,
+        alpha: NotNegative = 0.8,
     ) -> None:
         self.alpha = alpha
         super().__init__(named_parameters, base, rho)

@@ -46,7 +46,11 @@ class SAGM(AscentOptimizer):
     recordable = True
 
     def __init__(
-        self, named_parameters: Parameters, base: BaseOptimizer, rho: float = 0.05, alpha: NotNegative = 1e-3
+        self,
+        named_parameters: Parameters,
+        base: BaseOptimizer,
+        rho: NotNegative = 0.05,
+        alpha: NotNegative = 1e-3,
     ) -> None:
         self.alpha = alpha
         super().__init__(named_parameters, base, rho)

@@ -31,7 +31,7 @@ from mergekit_lab.optim.noise import hash_bits, sample
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
 from mergekit_lab.optim.precision import widen
 from mergekit_lab.optim.sam import compute_sam_perturbation
-from mergekit_lab.ranges import Count, Proportion
+from mergekit_lab.ranges import Count, NotNegative, Proportion
 
 
 def select_largest(scores: Tensor, count: int) -> Tensor:
@@ -69,7 +69,12 @@ class SparseAscent(AscentOptimizer):
     mask: dict[Tensor, Tensor]
 
     def __init__(
-        self, named_parameters: Parameters, base: BaseOptimizer, rho: float, sparsity: Proportion, every: Count
+        self,
+        named_parameters: Parameters,
+        base: BaseOptimizer,
+        rho: NotNegative,
+        sparsity: Proportion,
+        every: Count,
     ) -> None:
         self.sparsity = sparsity
         self.every = every
@@ -125,9 +130,9 @@ class SSAMF(SparseAscent):
         self,
         named_parameters: Parameters,
         base: BaseOptimizer,
-        rho: float = 0.05,
-        sparsity: float = 0.5,
-        every: int = 100,
+        rho: NotNegative = 0.05,
+        sparsity: Proportion = 0.5,
+        every: Count = 100,
     ) -> None:
         self.external_fisher = False
         super().__init__(named_parameters, base, rho, sparsity, every)
@@ -197,10 +202,10 @@ class SSAMD(SparseAscent):
         named_parameters: Parameters,
         base: BaseOptimizer,
         steps: Count,
-        rho: float = 0.05,
-        sparsity: float = 0.5,
+        rho: NotNegative = 0.05,
+        sparsity: Proportion = 0.5,
         drop_rate: Proportion = 0.5,
-        every: int = 100,
+        every: Count = 100,
         seed: int = 0,
     ) -> None:
         self.steps = steps
