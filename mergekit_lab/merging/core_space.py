@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from mergekit_lab.checkpoints import LowRankChange
+from mergekit_lab.checkpoints.adapter_writing import LowRankChange
 from mergekit_lab.merging.contract import Method
 from mergekit_lab.merging.factorizations import solve_triplets
 from mergekit_lab.merging.subspace import Changes, LeftDirections, MatrixBasis, SubspaceMethod

@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 import torch
 from annotated_types import Ge
 
-from mergekit_lab.checkpoints import LowRankChange
+from mergekit_lab.checkpoints.adapter_writing import LowRankChange
 from mergekit_lab.merging.contract import Method
 from mergekit_lab.merging.subspace import Changes, LeftDirections, MatrixBasis, SubspaceMethod
 from mergekit_lab.merging.ties import TIES
