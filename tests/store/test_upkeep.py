@@ -4,7 +4,6 @@ import errno
 import json
 import multiprocessing
 import os
-import pickle
 import random
 import resource
 import shutil
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tasks.test_decoding import HOSTILE
 
 from mergekit_lab import InputError
 from mergekit_lab.store import Store, artifact, make_key
@@ -492,11 +492,6 @@ def _read(path: Path) -> torch.Tensor:
     return open_checkpoint(path)["w"]
 
 
-class Bomb:
-    def __reduce__(self):
-        return os.mkdir, ("exploded",)
-
-
 def test_what_is_imported_runs_no_code_and_leaves_its_folder_by_no_name(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = export(tmp_path)
@@ -532,7 +527,7 @@ def test_what_is_imported_runs_no_code_and_leaves_its_folder_by_no_name(tmp_path
     (folder / "manifest.json").write_text(json.dumps(old | {"files": {"model.safetensors": "0" * 64}}))
     with pytest.raises(InputError, match="is damaged"):
         adopt(Store(tmp_path / "two"), folder)
-    (folder / "manifest.json").write_bytes(pickle.dumps(Bomb()))
+    (folder / "manifest.json").write_bytes(HOSTILE)
     with pytest.raises(InputError, match="cannot be used"):
         adopt(Store(tmp_path / "two"), folder)
     (folder / "manifest.json").unlink()
