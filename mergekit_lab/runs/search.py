@@ -5,7 +5,6 @@ Artifacts declared here: `searches`.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -27,10 +26,7 @@ from mergekit_lab.runs.mergers import Merger, make_weight_fields, say_fields
 from mergekit_lab.runs.models import declare_evaluation, make_expert_model
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import MODEL, Run
-from mergekit_lab.store import Artifact
-from mergekit_lab.store.store import Workspace
-
-log = logging.getLogger(__name__)
+from mergekit_lab.store import Artifact, Workspace
 
 
 @declare
@@ -42,6 +38,8 @@ def declare_search(run: Run, label: str) -> Node:
         decide=lambda: _search_content(run, merger),
         make=lambda workspace: _search(run, merger, workspace),
         needs=(*list_merge_inputs(run, merger), *_list_evaluations(run).values()),
+        say=lambda search: _say(merger, search),
+        list_points=list_curve,
     )  # fmt: skip
 
 
@@ -122,20 +120,19 @@ def _search(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]
     }
 
 
-def list_search_points(search: Artifact) -> list[dict[str, float]]:
-    """A search as a tracker draws it: its candidates that were scored on all of validation."""
+def list_curve(search: Artifact) -> list[dict[str, float]]:
+    """The candidates that were scored on all of validation, as trackers draw them."""
     points = [p for p in search.info["curve"] if p.get("share", 1.0) == 1 and not p.get("pruned")]
     return [{"coefficient": p["coefficient"], "normalized": p["normalized"]} for p in points]
 
 
-def log_search(merger: Merger, search: Artifact) -> None:
-    """What was chosen, for the log."""
+def _say(merger: Merger, search: Artifact) -> str:
     chosen = say_fields(merger.content, search.info.get("fields", {}))
-    log.info(
-        "%s: the best of %d candidates keeps %.1f %% of the experts' accuracy on validation%s",
-        merger.label, len(search.info["curve"]), 100 * search.info["normalized"],
-        f": {chosen}" if chosen else "",
-    )  # fmt: skip
+    count, kept = len(search.info["curve"]), 100 * search.info["normalized"]
+    return (
+        f"{merger.label}: the best of {count} candidates keeps {kept:.1f} % of the experts' accuracy on "
+        f"validation{f': {chosen}' if chosen else ''}"
+    )
 
 
 def _evolve(run: Run, merger: Merger, experts: Mapping[str, float], workspace: Workspace) -> list[Candidate]:
