@@ -250,9 +250,14 @@ def draw_steps(g: Gallery) -> None:
         }
 
     panels: list[Chart] = [
-        chart_lines("experts", "steps", "mean value (%)", curves(lambda p: mean(p["experts"].values()))),
         chart_lines(
-            "merged", "steps", "mean value (%)", curves(lambda p: p["mergers"]["task_arithmetic"]["value"])
+            "experts", "steps", "mean value (%)", collect_curves(lambda p: mean(p["experts"].values()))
+        ),
+        chart_lines(
+            "merged",
+            "steps",
+            "mean value (%)",
+            collect_curves(lambda p: p["mergers"]["task_arithmetic"]["value"]),
         ),
     ]
     g.draw("steps", "Experts and task arithmetic over steps of fine-tuning, validation", panels)

@@ -74,9 +74,7 @@ def test_a_run_of_linearized_experts_evaluates_the_expansion_at_the_merged_weigh
 
 def test_fishers_of_linearized_experts_have_the_bases_names(tmp_path) -> None:
     overrides = ["finetuning=linearized", "merger=fisher", "joint=false", "training.steps=1"]
-    run = go(
-        tmp_path / "run", tmp_path / "store", *overrides, "training.warmup_steps=0", "curvature.samples=4"
-    )
+    run = go(tmp_path / "run", tmp_path / "store", *overrides, "training.warmup_steps=0", "curvature.samples=4")
     side = run.need(declare_side_input(run, "fisher", "digits"))
     fisher = dict(open_checkpoint(side.find_file("fisher.safetensors")))
     assert fisher.keys() == {n for n, t in BASE.make_model().state_dict().items() if t.is_floating_point()}

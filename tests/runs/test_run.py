@@ -146,7 +146,7 @@ def test_merges_of_a_stage_read_every_expert_once_where_a_device_has_room(
 
     _, store = finished
     merge_experts = partial(combine.merge_experts, stays=True)
-    run = Run(composed([*TINY, f"store.root={store}"])[0], tmp_path, {"optimizer": "adamw"})
+    run = Run(compose_config([*TINY, f"store.root={store}"])[0], tmp_path, {"optimizer": "adamw"})
     opened: list[Path] = []
 
     def open_counted(path: Path):

@@ -202,7 +202,7 @@ def test_what_a_process_published_is_hashed_once_unless_it_changes(tmp_path, mon
 
     for module in ("artifact", "store"):
         monkeypatch.setattr(f"mergekit_lab.store.{module}.hash_bytes", count)
-    made = Store(tmp_path).obtain("experts", CONTENT, weights())
+    made = Store(tmp_path).obtain("experts", CONTENT, make_weights())
     file = made.find_file("model.safetensors")
     assert len(hashed) == 1
     os.utime(file, (1, 1))
