@@ -106,7 +106,7 @@ def finetune(
     latest = _Latest(resume, filename="last", enable_version_counter=False)
     ended: _Kept | _Ended = best if settings.keep == "best" else _Ended()
     stopper = Stopper(resume / "last.ckpt")
-    called = [*([] if clock is None else [clock]), ended, latest, stopper, _Release(), *callbacks]
+    called = [*([] if clock is None else [clock]), ended, latest, stopper, _MemoryRelease(), *callbacks]
     origin = CheckpointOrigin(identity, hash_weights(model.state_dict()))
     resumed = find_checkpoint(resume, origin)
     lit = _make_trainer(settings, resume, called, [SealedCheckpoints(origin)], dict(trainer or {}))
@@ -237,7 +237,7 @@ class _Ended(_InMemory, Callback):
         self.take(trainer)
 
 
-class _Release(Callback):
+class _MemoryRelease(Callback):
     """Frees graphs, gradients, moments and copies of the weights, before Lightning brings them to the host.
 
     Lightning's objects refer to each other in circles and stay until Python looks for such; the next training
