@@ -103,6 +103,7 @@ def _run_on_data(stage: str, cfg: DictConfig, folder: Path) -> None:
 
 def _run_stages(run: Run, wanted: list[str]) -> float | None:
     """Run the stages, and measure what the configuration asks for as `objective`."""
+    from mergekit_lab.compiled import end_compilers
     from mergekit_lab.runs.evaluate import load_harness_tasks, measure_outcome
 
     if len(run.devices) > 1 and "finetune" in wanted:
@@ -114,11 +115,13 @@ def _run_stages(run: Run, wanted: list[str]) -> float | None:
         load_harness_tasks(run)
     write_failure(run.folder, list(run.arguments), "it has not ended: it is under way, or was killed")
     begun = time.monotonic()
-    _draw_pictures(run)
     try:
+        _draw_pictures(run)
         for job, names in groupby(wanted, lambda name: _JOB_OF_STAGE.get(name, name)):
             with _track(run, job):
                 for name in names:
+                    if name == "report":
+                        end_compilers()
                     with run.time_stage(name), _explain_memory(name):
                         getattr(import_module(f"mergekit_lab.runs.{name}"), f"stage_{name}")(run)
         outcome = measure_outcome(run) if run.cfg.objective else None
