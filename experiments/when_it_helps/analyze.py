@@ -26,6 +26,7 @@ from cells import (
     EPIMERS,
     FIXED,
     GROUPS,
+    MEASURED,
     MERGERS,
     ON_AXES,
     RHOS,
@@ -57,7 +58,7 @@ of the average's step."""
 
 Array = npt.NDArray[np.float64]
 
-WHERE_MEASURED = ("pretraining", "batch", "distance")
+WHERE_MEASURED = ("pretraining", *MEASURED["axes"])
 """Axes along which the sign changes, and experts were measured."""
 
 
