@@ -21,7 +21,7 @@ def write_small(folder: Path) -> Path:
     return folder
 
 
-def be_small(folder: Path) -> ExitStack:
+def make_small(folder: Path) -> ExitStack:
     """Until this is closed, `glyph-clip` has an image tower of 0.1 M parameters, which `write_small` wrote."""
     from open_clip import factory
 

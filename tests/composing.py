@@ -41,12 +41,12 @@ TINY = [
 """Two tasks: digits and latin."""
 
 
-def composed(overrides: list[str]):
+def compose_config(overrides: list[str]):
     """The configuration as `python -m mergekit_lab` would compose it, and the options taken.
 
     What is composed of the same options is composed once. Values are set in a copy of it, by Hydra's own code.
     """
-    options, overrides = partition(translate(overrides))
+    options, overrides = split_arguments(translate(overrides))
     parsed = [parse(line) for line in overrides]
     groups = [each for each in parsed if is_group(each)]
     lines = tuple(str(each.input_line) for each in groups)
@@ -104,7 +104,7 @@ def compose_options(config_name: str, overrides: tuple[str, ...]) -> bytes:
         return pickle.dumps(compose(config_name, list(overrides), return_hydra_config=True))
 
 
-def partition(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
+def split_arguments(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
     """Hydra's own options, and the overrides."""
     options = dict(each.split("=", 1) for each in arguments if each.startswith("--"))
     return options, [each for each in arguments if not each.startswith("--")]
@@ -112,9 +112,9 @@ def partition(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
 
 def merge_command(tmp_path: Path, *arguments: str) -> None:
     """`python -m mergekit_lab +experiment=merge_checkpoints …`."""
-    cfg, choices = composed(["+experiment=merge_checkpoints", "progress=false", "device=cpu", *arguments])
+    cfg, choices = compose_config(["+experiment=merge_checkpoints", "progress=false", "device=cpu", *arguments])
     start(cfg, tmp_path / "run", choices, list(arguments))
 
 
-def plain(cfg):
+def to_plain(cfg):
     return OmegaConf.to_container(cfg, resolve=True)

@@ -93,6 +93,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def rank(item: pytest.Item) -> int:
         name = item.nodeid.removeprefix("tests/")
-        return next((place for place, start in enumerate(_FIRST) if name.startswith(start)), len(_FIRST))
+        return next((rank for rank, start in enumerate(_FIRST) if name.startswith(start)), len(_FIRST))
 
     items.sort(key=rank)

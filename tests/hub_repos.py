@@ -18,24 +18,27 @@ from mergekit_lab.tasks import HubImages
 SIZES = {"train": 20, "test": 6}
 
 
-def published(name: str, folder: Path) -> HubImages:
+def make_published(name: str, folder: Path) -> HubImages:
     """The task of this name as configured, on the data in a folder."""
     node = yaml.safe_load((find_conf_dir() / "task" / "clip" / f"{name}.yaml").read_text())
     return build({**node, "source": str(folder), "root": None}, HubImages)
 
 
-def encoded(seed: int, width: int = 40, height: int = 32, kind: str = "PNG") -> bytes:
+def encode_picture(seed: int, width: int = 40, height: int = 32, picture_format: str = "PNG") -> bytes:
     """A picture of noise; the same for the same arguments."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     out = io.BytesIO()
-    Image.fromarray(pixels).save(out, kind)
+    Image.fromarray(pixels).save(out, picture_format)
     return out.getvalue()
 
 
-def pictures(count: int, classes: int, seed: int = 0) -> list[tuple[bytes, int]]:
+def make_pictures(count: int, classes: int, seed: int = 0) -> list[tuple[bytes, int]]:
     """Pictures of different sizes, and labels that go round."""
     return [
-        (encoded(1000 * seed + i, 24 + 5 * (i % 4), 24 + 7 * (i % 3), "JPEG" if i % 2 else "PNG"), i % classes)
+        (
+            encode_picture(1000 * seed + i, 24 + 5 * (i % 4), 24 + 7 * (i % 3), "JPEG" if i % 2 else "PNG"),
+            i % classes,
+        )
         for i in range(count)
     ]
 
@@ -61,16 +64,16 @@ def write_repository(task: HubImages, folder: Path, seed: int = 0, sizes: dict[s
     """What `task` reads, as its repository has it: parquet files by part, or a web data set's tar files."""
     classes = len(task.classes)
     for number, (part, count) in enumerate(sizes.items()):
-        rows = pictures(count, classes, 2 * seed + number)
+        rows = make_pictures(count, classes, 2 * seed + number)
         name = task.parts[part][0]  # type: ignore[index]
         if task.hub and "wds_" in task.hub:
             write_tar(folder / name / "0.tar", rows)
             continue
-        place = folder / (task.subset or "data")
+        file = folder / (task.subset or "data")
         half = len(rows) // 2
         for shard, some in enumerate((rows[:half], rows[half:])):
             write_parquet(
-                place / f"{name}-{shard:05}-of-00002.parquet", some, task.label_column, list(task.classes)
+                file / f"{name}-{shard:05}-of-00002.parquet", some, task.label_column, list(task.classes)
             )
     return folder
 
@@ -87,6 +90,6 @@ def write_tar(file: Path, rows: list[tuple[bytes, int]]) -> None:
 
 def write_folders(folder: Path, rows: list[tuple[bytes, int]], names: list[str]) -> None:
     for i, (picture, label) in enumerate(rows):
-        place = folder / names[label]
-        place.mkdir(parents=True, exist_ok=True)
-        (place / f"{i:03}.png").write_bytes(picture)
+        folder_of_class = folder / names[label]
+        folder_of_class.mkdir(parents=True, exist_ok=True)
+        (folder_of_class / f"{i:03}.png").write_bytes(picture)

@@ -41,24 +41,24 @@ class _Handler(BaseHTTPRequestHandler):
         if path == _WHOAMI:
             role = {f"Bearer {TOKEN}": "write", f"Bearer {READER}": "read"}.get(self.headers["Authorization"])
             return self._answer({"auth": {"accessToken": {"role": role}}}, 200 if role else 401)
-        found = next((m for form in (_INFO, _TREE, _FILE) if (m := form.fullmatch(path))), None)
-        folder = self.root / (found["kind"] or "models") / found["repo"] if found else self.root / "none"
-        if found is None or not folder.is_dir():
+        match = next((m for form in (_INFO, _TREE, _FILE) if (m := form.fullmatch(path))), None)
+        folder = self.root / (match["kind"] or "models") / match["repo"] if match else self.root / "none"
+        if match is None or not folder.is_dir():
             return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-        if found["revision"] not in (None, "main", COMMIT):
+        if match["revision"] not in (None, "main", COMMIT):
             return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-        if found.re is _FILE:
-            file = folder / found["file"]
+        if match.re is _FILE:
+            file = folder / match["file"]
             if not file.is_file():
                 return self._send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
             return self._send(200, file.read_bytes(), {"X-Repo-Commit": COMMIT, "ETag": f'"{_digest(file)}"'})
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
         names = [str(file.relative_to(folder)) for file in files]
         answer: object = {
-            "id": found["repo"], "sha": COMMIT, "siblings": [{"rfilename": n} for n in names],
-            "private": (self.root / "private" / found["repo"]).exists(),
+            "id": match["repo"], "sha": COMMIT, "siblings": [{"rfilename": n} for n in names],
+            "private": (self.root / "private" / match["repo"]).exists(),
         }  # fmt: skip
-        if found.re is _TREE:
+        if match.re is _TREE:
             answer = [
                 {"type": "file", "path": name, "size": file.stat().st_size, "oid": _digest(file)}
                 for name, file in zip(names, files, strict=True)
@@ -85,7 +85,7 @@ class _Handler(BaseHTTPRequestHandler):
             if status == 200 and (asked.get("private") or asked.get("visibility") == "private"):
                 (self.root / "private" / repo).mkdir(parents=True)
             return self._answer({"url": f"{self._address}/{repo}"}, status)
-        if found := _BEFORE.fullmatch(path):
+        if match := _BEFORE.fullmatch(path):
             files = [file["path"] for file in json.loads(body)["files"]]
             large = {name: "lfs" if name.endswith(".safetensors") else "regular" for name in files}
             return self._answer(
@@ -97,17 +97,17 @@ class _Handler(BaseHTTPRequestHandler):
             objects = json.loads(body)["objects"]
             to = [{**o, "actions": {"upload": {"href": f"{self._address}/lfs/{o['oid']}"}}} for o in objects]
             return self._answer({"transfer": "basic", "objects": to})
-        if (found := _COMMIT.fullmatch(path)) and may_write:
-            return self._commit(found["repo"], map(json.loads, body.splitlines()))
+        if (match := _COMMIT.fullmatch(path)) and may_write:
+            return self._commit(match["repo"], map(json.loads, body.splitlines()))
         return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
 
     def do_PUT(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        found = _OBJECT.fullmatch(self.path)
-        assert found
-        assert hashlib.sha256(body).hexdigest() == found["oid"]
+        match = _OBJECT.fullmatch(self.path)
+        assert match
+        assert hashlib.sha256(body).hexdigest() == match["oid"]
         (self.root / "lfs").mkdir(exist_ok=True)
-        (self.root / "lfs" / found["oid"]).write_bytes(body)
+        (self.root / "lfs" / match["oid"]).write_bytes(body)
         self._send(200, b"", {})
 
     def _commit(self, repo: str, lines: Iterator[Any]) -> None:
@@ -146,11 +146,11 @@ def _digest(file: Path) -> str:
 
 
 @contextmanager
-def serving(root: Path, cache: Path, monkeypatch: Any, full: bool = False) -> Iterator[list[str]]:
+def serve(root: Path, cache: Path, monkeypatch: Any, full: bool = False) -> Iterator[list[str]]:
     """Serve `root/models/<org>/<name>` and `root/datasets/…` as the hub, with a cache; gives what was asked."""
     asked: list[str] = []
-    kind = type("Handler", (_Handler,), {"root": root, "asked": asked, "full": full})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
+    handler = type("Handler", (_Handler,), {"root": root, "asked": asked, "full": full})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     address = f"http://127.0.0.1:{server.server_port}"

@@ -30,14 +30,14 @@ def rank(failing: int | None) -> tuple[str, ...]:
     return tuple(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"))
 
 
-def hold(folder: str) -> None:
+def work_long(folder: str) -> None:
     """Say who works, and work for a long time."""
     Path(folder, "worker").write_text(str(os.getpid()))
     time.sleep(600)
 
 
-def employ(folder: str) -> None:
+def start_worker(folder: str) -> None:
     """A parent with one busy worker."""
     from mergekit_lab.workers import Pool
 
-    Pool(["cpu"]).map(hold, [(folder,)])
+    Pool(["cpu"]).map(work_long, [(folder,)])

@@ -18,7 +18,7 @@ CHAT = (
 )
 
 
-def byte_tokenizer() -> Any:
+def make_byte_tokenizer() -> Any:
     """A token a byte, and four of its own."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -28,12 +28,12 @@ def byte_tokenizer() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|end|>", "<|user|>", "<|assistant|>", "<pad>"])
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<pad>")
-    made.chat_template = CHAT
-    return made
+    byte_level = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<pad>")
+    byte_level.chat_template = CHAT
+    return byte_level
 
 
-def tiny_config(kind: str) -> Any:
+def make_tiny_config(architecture: str) -> Any:
     from transformers import LlamaConfig, Qwen2Config, T5Config
 
     shape = {
@@ -41,9 +41,9 @@ def tiny_config(kind: str) -> Any:
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
         "eos_token_id": 256, "pad_token_id": 259, "bos_token_id": None,
     }  # fmt: skip
-    if kind == "llama":
+    if architecture == "llama":
         return LlamaConfig(**shape, tie_word_embeddings=True)
-    if kind == "qwen2":
+    if architecture == "qwen2":
         return Qwen2Config(**shape, tie_word_embeddings=False)
     return T5Config(
         vocab_size=260, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu",
@@ -52,30 +52,30 @@ def tiny_config(kind: str) -> Any:
     )  # fmt: skip
 
 
-def save_tiny(folder: Path, kind: str, dtype: torch.dtype = torch.float32) -> Path:
+def save_tiny(folder: Path, architecture: str, dtype: torch.dtype = torch.float32) -> Path:
     """A folder as transformers writes it: a tiny random Llama, Qwen2 or T5 with its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     torch.manual_seed(0)
-    loader = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
-    model = loader.from_config(tiny_config(kind), dtype=dtype)
+    loader = AutoModelForSeq2SeqLM if architecture == "t5" else AutoModelForCausalLM
+    model = loader.from_config(make_tiny_config(architecture), dtype=dtype)
     model.generation_config.temperature = 0.7
     model.generation_config.do_sample = True
-    if kind == "t5":
+    if architecture == "t5":
         model.lm_head.weight = torch.nn.Parameter(torch.randn(260, 16, dtype=dtype))
     model.save_pretrained(folder)
     if (
-        kind == "t5"
+        architecture == "t5"
     ):  # as Flan-T5's own: transformers 5 ties it, and forgets in saving that logits are not scaled
         file = folder / "config.json"
         config = json.loads(file.read_text()) | {"tie_word_embeddings": False}
         file.write_text(json.dumps({n: v for n, v in config.items() if n != "scale_decoder_outputs"}))
-    byte_tokenizer().save_pretrained(folder)
+    make_byte_tokenizer().save_pretrained(folder)
     return folder
 
 
-def tiny_backbone(folder: Path, kind: str, **options: Any) -> LanguageModel:
-    seq2seq = kind == "t5"
+def make_tiny_backbone(folder: Path, architecture: str, **options: Any) -> LanguageModel:
+    seq2seq = architecture == "t5"
     options = {"prompt": "plain" if seq2seq else "chat", "max_length": 96} | options
     return LanguageModel(source=str(folder), kind="seq2seq" if seq2seq else "causal", **options)
 
@@ -100,13 +100,13 @@ class Colors(TextTask):
         )
 
 
-def one_loss(backbone, kind, prompt, answer, all_tokens=False):
+def compute_loss(backbone, architecture, prompt, answer, all_tokens=False):
     """The summed loss of one sample, without padding, straight from its text."""
     model, tok = backbone.make_model(), load_tokenizer(backbone.source)
     ids = lambda text: torch.tensor([tok(text, add_special_tokens=False).input_ids])  # noqa: E731
     target = torch.cat([ids(answer), torch.tensor([[256]])], dim=1)
     with torch.no_grad():
-        if kind == "t5":
+        if architecture == "t5":
             logits = model(input_ids=ids(prompt), labels=target).logits[0]
             return functional.cross_entropy(logits, target[0], reduction="sum")
         shown = ids(f"<|user|>{prompt}<|end|><|assistant|>")

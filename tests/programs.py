@@ -35,9 +35,9 @@ sys.path.insert(0, folder)
 import backbone, composing, pictures
 sys.path.pop(0)
 pictures.leave_undrawn().start()
-small = backbone.be_small(backbone.write_small(own))
+small = backbone.make_small(backbone.write_small(own))
 unittest.mock.patch("mergekit_lab.store.store.sync_to_disk").start()
-composing.composed([])
+composing.compose_config([])
 composing.HydraConfig.instance().cfg = None
 composing.GlobalHydra.instance().clear()
 composing.ConfigRepository.load_config = composing.load_once
@@ -183,7 +183,7 @@ def share_imports() -> None:
 
 
 @functools.cache
-def _server() -> tuple[socket.socket, IO[str]]:
+def _get_server() -> tuple[socket.socket, IO[str]]:
     channel = _connect()
     atexit.register(channel.close)
     channel.sendall(b" ")  # and no numbers of files with it
@@ -191,11 +191,11 @@ def _server() -> tuple[socket.socket, IO[str]]:
 
 
 def _ask(request: dict[str, Any]) -> None:
-    _server()[0].sendall(json.dumps(request).encode() + b"\n")
+    _get_server()[0].sendall(json.dumps(request).encode() + b"\n")
 
 
 def _answer() -> int:
-    return int(_server()[1].readline())
+    return int(_get_server()[1].readline())
 
 
 @dataclass
@@ -209,16 +209,16 @@ class Program:
     def wait(self) -> subprocess.CompletedProcess[str]:
         code = _answer()
         with self.out, self.err:
-            return subprocess.CompletedProcess([], code, _text(self.out), _text(self.err))
+            return subprocess.CompletedProcess([], code, _read_text(self.out), _read_text(self.err))
 
     def wait_for(self, line: str) -> None:
         """Until it has written this line."""
-        while line not in _text(self.out).splitlines():
+        while line not in _read_text(self.out).splitlines():
             os.kill(self.pid, 0)
             time.sleep(0.01)
 
 
-def _text(file: IO[bytes]) -> str:
+def _read_text(file: IO[bytes]) -> str:
     return Path(file.name).read_text(errors="backslashreplace")
 
 

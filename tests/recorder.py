@@ -17,7 +17,7 @@ _HOST = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten
 recording = [False]
 
 
-class Recorder(TorchDispatchMode):
+class OperationRecorder(TorchDispatchMode):
     """A graph: `calls` are the operations and their results."""
 
     def __init__(self) -> None:
@@ -43,9 +43,9 @@ class Recorder(TorchDispatchMode):
         with torch.no_grad(), _unsafe_preserve_version_counter(tuple(touched)):  # autograd sees no replay
             for func, args, kwargs, result in self.calls:
                 again = func(*args, **kwargs)
-                given = {_place(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+                storages = {_place(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
                 for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
-                    if isinstance(old, Tensor) and _place(old) not in given:
+                    if isinstance(old, Tensor) and _place(old) not in storages:
                         old.copy_(new)
 
 
@@ -53,10 +53,10 @@ def _place(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class GraphStream:
+class RecordedGraphStream:
     """Stands in for `cuda_graphs.GraphStream`; `graphs` are all that were recorded."""
 
-    graphs: ClassVar[list[Recorder]] = []
+    graphs: ClassVar[list[OperationRecorder]] = []
 
     def __init__(self, device: torch.device) -> None:
         self.graphs.clear()
@@ -65,7 +65,7 @@ class GraphStream:
         return nullcontext()
 
     def record(self, run, generators=()):
-        graph = Recorder()
+        graph = OperationRecorder()
         recording[0] = True
         try:
             with graph:

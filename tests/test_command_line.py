@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from composing import composed
+from composing import compose_config
 from hydra.errors import HydraException
 
 from mergekit_lab import InputError
@@ -30,10 +30,10 @@ from mergekit_lab.command_line import check_config_files, explain, translate
 )
 def test_a_mistyped_name_is_one_line_with_the_nearest_one(arguments: list[str], message: str) -> None:
     with pytest.raises(HydraException) as caught:
-        composed(arguments)
-    said = explain(caught.value)
-    assert re.search(message, said)
-    assert "\n" not in said
+        compose_config(arguments)
+    line = explain(caught.value)
+    assert re.search(message, line)
+    assert "\n" not in line
 
 
 @pytest.mark.parametrize(

@@ -28,13 +28,13 @@ open("done", "w").close()
 """
 
 
-def closed_pipe() -> int:
+def open_closed_pipe() -> int:
     reader, writer = os.pipe()
     os.close(reader)
     return writer
 
 
-def full_disk() -> int:
+def open_full_disk() -> int:
     return os.open("/dev/full", os.O_WRONLY)
 
 
@@ -56,7 +56,7 @@ def run(folder: Path, lost: int, *command: str, both: bool = False) -> tuple[int
 
 
 @pytest.mark.parametrize("flags", [[], ["-u"]], ids=["buffered", "unbuffered"])
-@pytest.mark.parametrize("lost", [closed_pipe, full_disk])
+@pytest.mark.parametrize("lost", [open_closed_pipe, open_full_disk])
 def test_print_logging_and_rich_outlive_their_reader_and_say_so_once(tmp_path, lost, flags) -> None:
     code, errors = run(tmp_path, lost(), *flags, "-c", SPEAKING)
     assert code == 0
@@ -64,7 +64,7 @@ def test_print_logging_and_rich_outlive_their_reader_and_say_so_once(tmp_path, l
     assert errors.count("the output cannot be written") == len(errors.splitlines()) == 1
 
 
-@pytest.mark.parametrize("lost", [closed_pipe, full_disk])
+@pytest.mark.parametrize("lost", [open_closed_pipe, open_full_disk])
 def test_a_process_without_any_console_ends_well(tmp_path, lost) -> None:
     assert run(tmp_path, lost(), "-c", SPEAKING, both=True)[0] == 0
     assert (tmp_path / "done").exists()
@@ -90,17 +90,17 @@ def test_a_merge_is_finished_for_nobody_to_read_of_it(tmp_path) -> None:
     for name in ("base", "a", "b"):
         (tmp_path / name).mkdir()
         save_file({"w": torch.randn(4, 4)}, tmp_path / name / "model.safetensors")
-    given = ["+experiment=merge_checkpoints", "base=base", "experts=[a,b]", "merger=average", "out=merged"]
-    done = start_program(tmp_path, *given, "device=cpu", "run_dir=run", stdout="/dev/full").wait()
+    overrides = ["+experiment=merge_checkpoints", "base=base", "experts=[a,b]", "merger=average", "out=merged"]
+    done = start_program(tmp_path, *overrides, "device=cpu", "run_dir=run", stdout="/dev/full").wait()
     assert (done.returncode, len(done.stderr.splitlines())) == (0, 1), done.stderr
     assert (tmp_path / "merged/model.safetensors").is_file()
 
 
 @pytest.mark.slow
 def test_a_run_s_workers_finish_for_nobody_to_read_of_it(tmp_path) -> None:
-    given = [each for each in TINY if not each.startswith(("device=", "progress="))]
-    given += ["device=[cpu,cpu]", "stage=finetune", "joint=false", "run_dir=run"]
-    done = start_program(tmp_path, *given, stdout="closed pipe").wait()
+    overrides = [each for each in TINY if not each.startswith(("device=", "progress="))]
+    overrides += ["device=[cpu,cpu]", "stage=finetune", "joint=false", "run_dir=run"]
+    done = start_program(tmp_path, *overrides, stdout="closed pipe").wait()
     assert done.returncode == 0, done.stderr
     assert len(done.stderr) < 2000, done.stderr
     assert len(list((tmp_path / "store/experts").iterdir())) == 2

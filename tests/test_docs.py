@@ -30,7 +30,7 @@ def test_the_examples_of_a_page_run(page: str, tmp_path, monkeypatch) -> None:
 
 
 PAGES = [
-    page for places in ("*.md", "docs/*.md", "experiments/*/README.md") for page in sorted(ROOT.glob(places))
+    page for pattern in ("*.md", "docs/*.md", "experiments/*/README.md") for page in sorted(ROOT.glob(pattern))
 ]
 
 

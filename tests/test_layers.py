@@ -49,31 +49,31 @@ HEAVY = ("lightning", "transformers", "open_clip", "wandb", "hydra", "datasets",
 
 
 @cache
-def imports(file: Path) -> set[str]:
-    found = set()
+def list_imports(file: Path) -> set[str]:
+    modules = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= (
+            modules |= (
                 {f"{node.module}.{a.name}" for a in node.names}
                 if node.module == "mergekit_lab"
                 else {node.module}
             )
-    return found
+    return modules
 
 
-def room(path: Path) -> str:
+def name_room(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def find_wrong_imports(file: Path) -> Iterator[str]:
-    here = room(file)
+    here = name_room(file)
     level = {name: depth for depth, names in enumerate(LEFT_TO_RIGHT) for name in names}
     if here not in level and here != "__init__":
         yield f"{here} has no place in the order of rooms"
         return
-    for module in imports(file):
+    for module in list_imports(file):
         top, *rest = module.split(".")
         if top == "mergekit_lab" and rest and rest[0] != here and here != "__init__":
             allowed = BESIDE.get(here) or {n for n in level if level[n] < level[here]}
@@ -109,7 +109,7 @@ def test_tests_import_nothing_private() -> None:
 
 
 def test_wandb_stands_in_files_that_are_named_for_it() -> None:
-    users = [f for f in PACKAGE.rglob("*.py") if any(m.startswith("wandb") for m in imports(f))]
+    users = [f for f in PACKAGE.rglob("*.py") if any(m.startswith("wandb") for m in list_imports(f))]
     assert users
     assert all(f.name.startswith("wandb_") for f in users)
 
@@ -121,16 +121,16 @@ def test_importing_light_modules_loads_no_framework() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def graph(root: Path, package: str = "") -> dict[str, set[str]]:
+def build_graph(root: Path, package: str = "") -> dict[str, set[str]]:
     """Which module below a folder imports which, wherever in its text the import stands."""
     modules = {}
     for file in root.rglob("*.py"):
         parts = [*package.split(), *file.relative_to(root).with_suffix("").parts]
         modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
-    return {name: set(targets(name, file, modules)) - {name} for name, file in modules.items()}
+    return {name: set(list_targets(name, file, modules)) - {name} for name, file in modules.items()}
 
 
-def targets(name: str, file: Path, modules: dict[str, Path]) -> Iterator[str]:
+def list_targets(name: str, file: Path, modules: dict[str, Path]) -> Iterator[str]:
     room = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -143,7 +143,7 @@ def targets(name: str, file: Path, modules: dict[str, Path]) -> Iterator[str]:
                     yield full if full in modules else source
 
 
-def circles(imported: dict[str, set[str]]) -> list[tuple[str, ...]]:
+def find_circles(imported: dict[str, set[str]]) -> list[tuple[str, ...]]:
     """Groups of modules of which each reaches every other."""
     reached = {name: {name} for name in imported}
     for _ in imported:
@@ -157,8 +157,8 @@ def circles(imported: dict[str, set[str]]) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("root", [PACKAGE, *STUDIES], ids=lambda folder: folder.name)
 def test_no_modules_import_each_other_in_a_circle(root: Path) -> None:
-    found = set(circles(graph(root, PACKAGE.name if root == PACKAGE else "")))
-    assert not found, f"circles of imports: {'; '.join(' – '.join(circle) for circle in found)}"
+    cycles = set(find_circles(build_graph(root, PACKAGE.name if root == PACKAGE else "")))
+    assert not cycles, f"circles of imports: {'; '.join(' – '.join(circle) for circle in cycles)}"
 
 
 def test_a_circle_is_found_within_functions_and_by_relative_names(tmp_path: Path) -> None:
@@ -171,4 +171,4 @@ def test_a_circle_is_found_within_functions_and_by_relative_names(tmp_path: Path
     }
     for name, text in files.items():
         (tmp_path / f"{name}.py").write_text(text)
-    assert circles(graph(tmp_path, "p")) == [("p.one", "p.three", "p.two")]
+    assert find_circles(build_graph(tmp_path, "p")) == [("p.one", "p.three", "p.two")]

@@ -12,22 +12,22 @@ from mergekit_lab.prefetch import prefetch
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_results_come_in_the_order_of_the_items(threads) -> None:
-    def slowly(n: int) -> int:
+    def wait_and_square(n: int) -> int:
         time.sleep(0.002 * (n % 3))
         return n * n
 
-    assert list(prefetch(slowly, range(20), ahead=5, threads=threads)) == [n * n for n in range(20)]
+    assert list(prefetch(wait_and_square, range(20), ahead=5, threads=threads)) == [n * n for n in range(20)]
 
 
 def test_it_begins_at_once_and_stays_as_far_ahead_as_it_was_told_to() -> None:
     drawn: list[int] = []
 
-    def items():
+    def yield_items():
         for n in count():
             drawn.append(n)
             yield n
 
-    results = prefetch(lambda n: n, items(), ahead=3)
+    results = prefetch(lambda n: n, yield_items(), ahead=3)
     assert drawn == [0, 1, 2]
     for n in range(5):
         assert next(results) == n
@@ -38,12 +38,12 @@ def test_it_begins_at_once_and_stays_as_far_ahead_as_it_was_told_to() -> None:
 def test_items_are_drawn_in_the_consumer_s_thread_and_worked_on_in_another() -> None:
     drawn_in = []
 
-    def items():
+    def yield_items():
         for n in range(4):
             drawn_in.append(threading.get_ident())
             yield n
 
-    worked_in = set(prefetch(lambda n: threading.get_ident(), items(), ahead=2))
+    worked_in = set(prefetch(lambda n: threading.get_ident(), yield_items(), ahead=2))
     assert set(drawn_in) == {threading.get_ident()}
     assert worked_in.isdisjoint(drawn_in)
 
@@ -59,7 +59,7 @@ def test_an_error_comes_out_where_its_result_would_have() -> None:
 def test_an_error_of_the_items_comes_out_and_what_has_begun_is_waited_for() -> None:
     ended = []
 
-    def items():
+    def yield_items():
         yield 0
         raise OSError("gone")
 
@@ -68,7 +68,7 @@ def test_an_error_of_the_items_comes_out_and_what_has_begun_is_waited_for() -> N
         ended.append(n)
 
     with pytest.raises(OSError, match="gone"):
-        prefetch(work, items(), ahead=2)
+        prefetch(work, yield_items(), ahead=2)
     assert ended == [0]
 
 

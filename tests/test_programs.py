@@ -4,7 +4,7 @@ from dataclasses import fields
 from functools import cache
 
 import pytest
-from composing import composed, partition
+from composing import compose_config, split_arguments
 from omegaconf import OmegaConf, open_dict
 from programs import run_program, start_program
 
@@ -20,14 +20,14 @@ KEYS = {name: [field.name for field in fields(schema)] for name, schema in SCHEM
 
 
 @cache
-def configuration(program: str):
-    return composed([] if program == "run" else [f"+experiment={program}"])[0]
+def compose_program(program: str):
+    return compose_config([] if program == "run" else [f"+experiment={program}"])[0]
 
 
 @pytest.mark.parametrize("program", SCHEMAS)
 def test_a_program_refuses_the_keys_of_the_others_by_name(program: str) -> None:
     for key in sorted({key for keys in KEYS.values() for key in keys} - {*KEYS[program]}):
-        cfg = configuration(program).copy()
+        cfg = compose_program(program).copy()
         with open_dict(cfg):
             cfg[key] = None
         with pytest.raises(InputError, match=f"unknown key '{key}'"):
@@ -36,8 +36,8 @@ def test_a_program_refuses_the_keys_of_the_others_by_name(program: str) -> None:
 
 @pytest.mark.parametrize("program", SCHEMAS)
 def test_a_programs_file_has_every_key_that_it_reads_and_no_other(program: str) -> None:
-    assert set(configuration(program)) == set(KEYS[program])
-    check_against(configuration(program), SCHEMAS[program])
+    assert set(compose_program(program)) == set(KEYS[program])
+    check_against(compose_program(program), SCHEMAS[program])
 
 
 @pytest.mark.parametrize(
@@ -51,24 +51,24 @@ def test_a_programs_file_has_every_key_that_it_reads_and_no_other(program: str) 
     ],
 )
 def test_the_command_line_says_which_configuration_is_read(arguments: list[str], name: str | None) -> None:
-    options, overrides = partition(translate(arguments))
+    options, overrides = split_arguments(translate(arguments))
     assert options.get("--config-name") == name
     kept = [each for each in arguments if name is None or not each.endswith(f"={name}")]
     assert sorted(overrides) == sorted(kept)
 
 
-@pytest.mark.parametrize("given", [["--config-dir", "mine"], ["--config-dir=mine"], ["-cd", "mine"]])
-def test_an_experiment_of_a_users_folder_may_be_for_a_command(tmp_path, monkeypatch, given) -> None:
+@pytest.mark.parametrize("options", [["--config-dir", "mine"], ["--config-dir=mine"], ["-cd", "mine"]])
+def test_an_experiment_of_a_users_folder_may_be_for_a_command(tmp_path, monkeypatch, options) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine/experiment").mkdir(parents=True)
     (tmp_path / "mine/experiment/own.yaml").write_text("# @package _global_\ncommand: merge_checkpoints\n")
-    found = translate([*given, "+experiment=own"])
-    assert "--config-name=merge_checkpoints" in found
-    assert "+experiment=own" in found
+    arguments = translate([*options, "+experiment=own"])
+    assert "--config-name=merge_checkpoints" in arguments
+    assert "+experiment=own" in arguments
 
 
 def test_a_command_that_fails_leaves_word_and_its_configuration(tmp_path) -> None:
-    cfg, choices = composed(["+experiment=expand", "base=nowhere"])
+    cfg, choices = compose_config(["+experiment=expand", "base=nowhere"])
     with pytest.raises(InputError, match="low_rank=<folder of factors>"):
         start(cfg, tmp_path, choices, ["base=nowhere"])
     assert "low_rank" in (tmp_path / "failure.json").read_text()
@@ -90,8 +90,8 @@ def test_what_is_in_a_result_s_way_is_named(tmp_path, name: str) -> None:
 
 
 def test_a_variable_that_is_not_set_is_named(tmp_path) -> None:
-    given = ["base=b", "experts=[a]", "out=out", "merger=ties", "merger._target_=${oc.env:NOPE}"]
-    run = run_program(tmp_path, "+experiment=merge_checkpoints", *given)
+    arguments = ["base=b", "experts=[a]", "out=out", "merger=ties", "merger._target_=${oc.env:NOPE}"]
+    run = run_program(tmp_path, "+experiment=merge_checkpoints", *arguments)
     assert run.returncode == 1
     assert run.stderr.startswith("the configuration does not resolve: KeyError")
     refuse_unset(OmegaConf.create({"command": "diagnose", "base": "${oc.env:NOPE}", "experts": ["a"]}))

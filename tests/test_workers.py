@@ -19,19 +19,19 @@ from mergekit_lab.workers import Pool, run_together, stop
 def test_jobs_that_fail_or_die_are_told_and_the_others_go_on(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    pool, told = Pool(["cuda:1", "cuda:0"]), []
+    pool, done = Pool(["cuda:1", "cuda:0"]), []
     kinds = ["fine", "wrong", "dies once", "broken", "dies", "fine too"]
     try:
-        found = pool.map(work, [(kind, str(tmp_path)) for kind in kinds], lambda n, o: told.append(n))
+        results = pool.map(work, [(job_kind, str(tmp_path)) for job_kind in kinds], lambda n, o: done.append(n))
         again = pool.map(work, [("fine", str(tmp_path))])
     finally:
         pool.close()
-    fine, wrong, once, broken, dies, too = found
-    assert sorted(told) == list(range(6))
-    for outcome, kind in ((fine, "fine"), (once, "dies once"), (too, "fine too"), (again[0], "fine")):
+    fine, wrong, once, broken, dies, too = results
+    assert sorted(done) == list(range(6))
+    for outcome, job_kind in ((fine, "fine"), (once, "dies once"), (too, "fine too"), (again[0], "fine")):
         assert outcome.error is None
         name, card, threads = outcome.value.rsplit(" ", 2)
-        assert (name, card) == (kind, {"cuda:0": "4", "cuda:1": "7"}[outcome.device])
+        assert (name, card) == (job_kind, {"cuda:0": "4", "cuda:1": "7"}[outcome.device])
         assert int(threads) == max(1, count_cores() // 2)
     assert (wrong.error, wrong.mistake) == ("rho must be positive", True)
     assert (broken.error, broken.mistake) == ("ValueError: a bug", False)
@@ -81,7 +81,7 @@ def test_processes_are_all_told_to_stop_before_one_is_waited_for() -> None:
     assert log == ["told"] * 3 + ["waited"] * 3
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Whether a process runs; one that has ended and that nobody has collected does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -98,14 +98,14 @@ def wait_until(done: Callable[[], bool]) -> None:
 
 
 def test_workers_end_when_their_parent_is_killed(tmp_path) -> None:
-    told = tmp_path / "worker"
+    file = tmp_path / "worker"
     lines = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-    lines += f"import jobs; jobs.employ({str(tmp_path)!r})"
+    lines += f"import jobs; jobs.start_worker({str(tmp_path)!r})"
     parent = start_program(tmp_path, code=lines)
     try:
-        wait_until(lambda: told.exists() and told.read_text() != "")
-        assert alive(int(told.read_text()))
+        wait_until(lambda: file.exists() and file.read_text() != "")
+        assert is_alive(int(file.read_text()))
     finally:
         os.kill(parent.pid, signal.SIGKILL)
         parent.wait()
-    wait_until(lambda: not alive(int(told.read_text())))
+    wait_until(lambda: not is_alive(int(file.read_text())))

@@ -21,7 +21,7 @@ class TinyEncoder(nn.Module):
         return self.body(images.float() / 255)
 
 
-def tiny_split(count: int, seed: int = 0) -> ImageSamples:
+def make_tiny_split(count: int, seed: int = 0) -> ImageSamples:
     """Three classes that differ in brightness."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(count) % 3
@@ -43,9 +43,9 @@ class TinyTask(ImageTask):
 
     def make(self, part: Part) -> ImageSamples:
         if part == "train":
-            return tiny_split(self.size, self.seed)
-        return tiny_split(self.other_size, self.seed + {"validation": 9, "test": 10}[part])
+            return make_tiny_split(self.size, self.seed)
+        return make_tiny_split(self.other_size, self.seed + {"validation": 9, "test": 10}[part])
 
 
-def tiny_objective(head: Tensor, size: int = 60, other_size: int = 30, seed: int = 0) -> ImageObjective:
+def make_tiny_objective(head: Tensor, size: int = 60, other_size: int = 30, seed: int = 0) -> ImageObjective:
     return ImageObjective(TinyTask(size=size, other_size=other_size, seed=seed), head)

@@ -3,7 +3,7 @@
 from functools import partial
 
 import torch
-from tiny import TinyEncoder, tiny_objective
+from tiny import TinyEncoder, make_tiny_objective
 
 from mergekit_lab.optim import ASAM, PGN, RWP, SAGM, SAM, SSAMD, SSAMF, SWA, WASAM, FriendlySAM, MergOPT
 from mergekit_lab.training import TrainingSettings, finetune
@@ -32,7 +32,7 @@ SETTINGS = TrainingSettings(steps=12, batch_size=8, lr=1e-2, weight_decay=0.1, w
 def run(folder, head, make_optimizer=ADAMW, settings=SETTINGS, on_metrics=None, tasks=("a",), trainer=()):
     return finetune(
         TinyEncoder(),
-        {task: tiny_objective(head) for task in tasks},
+        {task: make_tiny_objective(head) for task in tasks},
         make_optimizer,
         settings,
         seed=0,

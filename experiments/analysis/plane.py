@@ -33,7 +33,7 @@ PAIR = ("first", "second")
 
 
 @dataclass(frozen=True, eq=False)
-class Noise(ImageTask):
+class NoisePictures(ImageTask):
     """Random images as evaluation reads them, with random labels."""
 
     images: int = 0
@@ -51,7 +51,7 @@ class Noise(ImageTask):
 
 
 @dataclass
-class Bench:
+class PlaneBench:
     """A model, two random experts of it, and two tasks."""
 
     model: nn.Module
@@ -61,58 +61,58 @@ class Bench:
     batch: int
 
     @staticmethod
-    def of(backbone: OpenClip, images: int, points: int, batch: int, device: torch.device) -> Bench:
+    def prepare(backbone: OpenClip, images: int, points: int, batch: int, device: torch.device) -> PlaneBench:
         torch.manual_seed(0)
         model = backbone.make_model()
         base = {n: t.detach().clone() for n, t in model.state_dict().items()}
-        experts = {name: {n: t + _change(t) for n, t in base.items()} for name in PAIR}
+        experts = {name: {n: t + make_delta(t) for n, t in base.items()} for name in PAIR}
         side = max(model.size)
         width = model(torch.zeros(1, 3, side, side)).shape[1]
         tasks = {}
         for seed, name in enumerate(PAIR):
-            task = Noise(name=name, images=images, side=side, seed=seed)
+            task = NoisePictures(name=name, images=images, side=side, seed=seed)
             objective = ImageObjective(task, torch.randn(CLASSES, width), precision=backbone.precision)
             tasks[name] = Sample(objective.to(device), "validation", torch.arange(images))
         alphas = [-0.5 + 2.0 * i / (points - 1) for i in range(points)]
-        return Bench(model.to(device), Weights(model, base, experts), tasks, alphas, batch)
+        return PlaneBench(model.to(device), Weights(model, base, experts), tasks, alphas, batch)
 
-    def rate(self, rounds: int) -> float:
+    def measure_rate(self, rounds: int) -> float:
         """Images a second of one model's evaluation, after one to warm up."""
         task = self.tasks[PAIR[0]]
         task.score(self.model, self.batch)
-        begun = _now()
+        begun = read_clock()
         for _ in range(rounds):
             task.score(self.model, self.batch)
-        return rounds * len(task.index) / (_now() - begun)
+        return rounds * len(task.index) / (read_clock() - begun)
 
     def move(self, rounds: int) -> float:
         """Milliseconds to put one model together."""
         self.weights.move(dict.fromkeys(PAIR, 0.5))
-        begun = _now()
+        begun = read_clock()
         for _ in range(rounds):
             self.weights.move(dict.fromkeys(PAIR, 0.5))
-        return 1e3 * (_now() - begun) / rounds
+        return 1e3 * (read_clock() - begun) / rounds
 
-    def rows(self, start: int = 0) -> dict[str, Any]:
+    def measure_rows(self, start: int = 0) -> dict[str, Any]:
         """The plane from row `start` on: seconds in all and a row; in the first is each vector alone."""
-        begun = last = _now()
-        seconds, found = [], []
+        begun = last = read_clock()
+        seconds, rows = [], []
         for row in evaluate_plane(
             self.model, self.weights, self.tasks, PAIR, self.alphas, start=start, batch_size=self.batch
         ):
-            now = _now()
+            now = read_clock()
             seconds.append(now - last)
             last = now
-            found.append(row)
-        assert all(math.isfinite(v) for row in found for name in row for v in row[name])
+            rows.append(row)
+        assert all(math.isfinite(v) for row in rows for name in row for v in row[name])
         return {"seconds": round(last - begun, 2), "rows": [round(s, 3) for s in seconds]}
 
 
-def _change(tensor: Tensor) -> Tensor:
+def make_delta(tensor: Tensor) -> Tensor:
     return 1e-3 * torch.randn_like(tensor) if tensor.is_floating_point() else torch.zeros_like(tensor)
 
 
-def _now() -> float:
+def read_clock() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -148,13 +148,13 @@ def main() -> None:
         args.out.write_text(json.dumps(results, indent=1) + "\n")
         print(name, json.dumps(value), flush=True)
 
-    begun = _now()
-    bench = Bench.of(backbone, images, points, args.batch, device)
-    bench.rate(1)
-    write("loading_seconds", round(_now() - begun, 1))
-    write("images_a_second", {"bfloat16": round(bench.rate(rounds))})
+    begun = read_clock()
+    bench = PlaneBench.prepare(backbone, images, points, args.batch, device)
+    bench.measure_rate(1)
+    write("loading_seconds", round(read_clock() - begun, 1))
+    write("images_a_second", {"bfloat16": round(bench.measure_rate(rounds))})
     write("move_ms", round(bench.move(20), 3))
-    whole = bench.rows()
+    whole = bench.measure_rows()
     if device.type == "cuda":
         whole["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
     whole["median_row"] = statistics.median(whole["rows"])
@@ -162,8 +162,8 @@ def main() -> None:
 
     for task in bench.tasks.values():
         task.objective.precision = "float32"
-    write("images_a_second", {**results["images_a_second"], "float32": round(bench.rate(1))})
-    last = bench.rows(start=points - 1)
+    write("images_a_second", {**results["images_a_second"], "float32": round(bench.measure_rate(1))})
+    last = bench.measure_rows(start=points - 1)
     done = 4 * points - 1  # each task alone over the axis, and a row that has one of these in it
     last |= {"evaluations": done, "whole_plane_extrapolated": round(last["seconds"] * cells / done, 1)}
     write("last row, float32", last)

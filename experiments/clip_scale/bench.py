@@ -41,7 +41,7 @@ PARTS = ("evaluation", "replaying", "training", "run")
 
 
 @dataclass(frozen=True, eq=False)
-class Noise(ImageTask):
+class NoiseFiles(ImageTask):
     """Random bytes in the files that decoding leaves: squares for evaluation, pictures for training."""
 
     folder: Path = Path()
@@ -57,14 +57,14 @@ class Noise(ImageTask):
             rng = np.random.default_rng(0)
             sizes = np.stack([np.full(self.pictures, 256), rng.integers(256, 400, self.pictures)], 1)
             sizes = rng.permuted(sizes, axis=1)
-            data = Pictures(self._bytes("pictures", int(3 * sizes.prod(1).sum())), sizes, self.side)
+            data = Pictures(self.map_bytes("pictures", int(3 * sizes.prod(1).sum())), sizes, self.side)
             return ImageSamples(data, torch.arange(self.pictures) % CLASSES)
         shape = (self.images, 3, self.side, self.side)
         return ImageSamples(
-            self._bytes("images", int(np.prod(shape))).view(shape), torch.arange(self.images) % CLASSES
+            self.map_bytes("images", int(np.prod(shape))).view(shape), torch.arange(self.images) % CLASSES
         )
 
-    def _bytes(self, name: str, size: int) -> torch.Tensor:
+    def map_bytes(self, name: str, size: int) -> torch.Tensor:
         file = self.folder / f"{name}-{size}.u8"
         if not file.exists():
             block = np.random.default_rng(1).integers(0, 256, 1 << 26, np.uint8).tobytes()
@@ -74,29 +74,31 @@ class Noise(ImageTask):
         return map_file(file)
 
 
-def _now() -> float:
+def read_clock() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def _objective(
+def make_objective(
     backbone: OpenClip,
-    task: Noise,
+    task: NoiseFiles,
     device: torch.device,
     precision: str,
-    kind: type[ImageObjective] = ImageObjective,
+    objective_class: type[ImageObjective] = ImageObjective,
 ) -> ImageObjective:
     width = backbone.make_model()(torch.zeros(1, 3, task.side, task.side)).shape[1]
     head = torch.randn(CLASSES, width, generator=torch.Generator().manual_seed(0))
-    return kind(task, head, Crops((0.9, 1.0), False, task.side), precision).to(device)
+    return objective_class(task, head, Crops((0.9, 1.0), False, task.side), precision).to(device)
 
 
-def evaluation(backbone: OpenClip, task: Noise, device: torch.device, batch: int) -> dict[str, Any]:
+def measure_evaluation(
+    backbone: OpenClip, task: NoiseFiles, device: torch.device, batch: int
+) -> dict[str, Any]:
     """Images a second: the forward pass alone and compiled, from files, from images on the device."""
-    found: dict[str, Any] = {"images": task.images, "batch": batch}
+    report: dict[str, Any] = {"images": task.images, "batch": batch}
     for precision in ("bfloat16", "float32"):
-        objective = _objective(backbone, task, device, precision)
+        objective = make_objective(backbone, task, device, precision)
         model = backbone.make_model().to(device)
         some = task.load_samples("test").images[:batch].to(device)
         rates = {"forward": [], "test part, from files": [], "validation part, resident": []}
@@ -105,57 +107,57 @@ def evaluation(backbone: OpenClip, task: Noise, device: torch.device, batch: int
                 objective._compute_logits(model, some)
             for _ in range(3 if precision == "bfloat16" else 1):
                 rounds = max(1, task.images // batch)
-                begun = _now()
+                begun = read_clock()
                 for _ in range(rounds):
                     objective._compute_logits(model, some).argmax(1)
-                rates["forward"].append(rounds * batch / (_now() - begun))
+                rates["forward"].append(rounds * batch / (read_clock() - begun))
                 for part, name in (
                     ("test", "test part, from files"),
                     ("validation", "validation part, resident"),
                 ):
-                    begun = _now()
+                    begun = read_clock()
                     score(model, objective, part, batch_size=batch)  # type: ignore[arg-type]
-                    rates[name].append(task.images / (_now() - begun))
-        found[precision] = {name: [round(rate) for rate in values] for name, values in rates.items()}
-        found[precision] |= _compiled(objective, model, some, task.images // batch)
-    return found
+                    rates[name].append(task.images / (read_clock() - begun))
+        report[precision] = {name: [round(rate) for rate in values] for name, values in rates.items()}
+        report[precision] |= measure_compiled(objective, model, some, task.images // batch)
+    return report
 
 
 @torch.inference_mode()
-def _compiled(objective: ImageObjective, model: nn.Module, some: Tensor, rounds: int) -> dict[str, Any]:
+def measure_compiled(objective: ImageObjective, model: nn.Module, some: Tensor, rounds: int) -> dict[str, Any]:
     """The forward pass of a compiled model, alone and replayed from a CUDA graph."""
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     for name, options in {"compiled": {}, "compiled and replayed": {"triton.cudagraphs": True}}.items():
-        begun = _now()
+        begun = read_clock()
         compiled = torch.compile(model, options=options)
         for _ in range(3):
             objective._compute_logits(compiled, some)
-        found[f"{name}, s to compile"] = round(_now() - begun, 1)
+        report[f"{name}, s to compile"] = round(read_clock() - begun, 1)
         rates = []
         for _ in range(3):
-            begun = _now()
+            begun = read_clock()
             for _ in range(max(1, rounds)):
                 objective._compute_logits(compiled, some).argmax(1)
-            rates.append(round(max(1, rounds) * len(some) / (_now() - begun)))
-        found[f"forward, {name}"] = rates
-    return found
+            rates.append(round(max(1, rounds) * len(some) / (read_clock() - begun)))
+        report[f"forward, {name}"] = rates
+    return report
 
 
-def replaying(device: torch.device, folder: Path, images: int, rounds: int) -> dict[str, Any]:
+def measure_replay(device: torch.device, folder: Path, images: int, rounds: int) -> dict[str, Any]:
     """Milliseconds of an evaluation of the shipped model's size, its forward passes as written and replayed."""
-    backbone, task = OpenClip("glyph-clip", None), Noise("noise", folder=folder, images=images, side=32)
+    backbone, task = OpenClip("glyph-clip", None), NoiseFiles("noise", folder=folder, images=images, side=32)
     model = backbone.make_model().to(device)
-    found: dict[str, Any] = {"images": images}
+    report: dict[str, Any] = {"images": images}
     for name, replays in {"as written": False, "replayed": True}.items():
-        objective = _objective(backbone, task, device, "float32")
+        objective = make_objective(backbone, task, device, "float32")
         objective.replays_forward = replays  # type: ignore[misc]
         times = []
         for _ in range(rounds):
-            begun = _now()
+            begun = read_clock()
             score(model, objective, "validation", batch_size=512)
-            times.append(_now() - begun)
-        found[f"{name}, ms"] = round(1e3 * statistics.median(times[3:]), 2)
-    return found
+            times.append(read_clock() - begun)
+        report[f"{name}, ms"] = round(1e3 * statistics.median(times[3:]), 2)
+    return report
 
 
 class _Again(ImageObjective):
@@ -184,7 +186,7 @@ class _Steps(Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         self.ended.append(time.perf_counter())
 
-    def measured(self) -> dict[str, float]:
+    def summarize(self) -> dict[str, float]:
         """Of the last two thirds of the steps, each from its beginning to the next one's; nothing after the
         last step is in it."""
         first = len(self.begun) // 3
@@ -199,31 +201,33 @@ class _Steps(Callback):
         }
 
 
-def training(backbone: OpenClip, task: Noise, steps: int, batch: int, precision: str) -> dict[str, Any]:
+def measure_training(
+    backbone: OpenClip, task: NoiseFiles, steps: int, batch: int, precision: str
+) -> dict[str, Any]:
     """Batches a second that are read and nothing else; steps a second with them, and with one batch again."""
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "steps": steps,
         "batch": batch,
         "pictures": task.pictures,
         "cores": len(os.sched_getaffinity(0)),
     }
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    objective = _objective(backbone, task, torch.device("cpu"), "bfloat16")
+    objective = make_objective(backbone, task, torch.device("cpu"), "bfloat16")
     for name in ("first time", "second time"):
         batches = StepBatches({"noise": objective}, batch, steps, seed=0)
         begun = time.perf_counter()
-        count = sum(len(labels) for made in batches for _, labels in made.values())
-        found[f"reading alone, images a second, {name}"] = round(count / (time.perf_counter() - begun))
-    made = to_device(objective.make_training_batch(torch.arange(batch)), device)
+        count = sum(len(labels) for micro_batches in batches for _, labels in micro_batches.values())
+        report[f"reading alone, images a second, {name}"] = round(count / (time.perf_counter() - begun))
+    training_batch = to_device(objective.make_training_batch(torch.arange(batch)), device)
     crops = []
     for seed in range(10):
-        begun = _now()
-        objective.augment(made, seed)
-        crops.append(_now() - begun)
-    found["crop, resize and flip on the device, ms a batch"] = round(1e3 * statistics.median(crops), 2)
-    del made
-    for name, kind in {"one batch again": _Again, "from files": ImageObjective}.items():
-        own = _objective(backbone, task, torch.device("cpu"), "bfloat16", kind)
+        begun = read_clock()
+        objective.augment(training_batch, seed)
+        crops.append(read_clock() - begun)
+    report["crop, resize and flip on the device, ms a batch"] = round(1e3 * statistics.median(crops), 2)
+    del training_batch
+    for name, objective_class in {"one batch again": _Again, "from files": ImageObjective}.items():
+        own = make_objective(backbone, task, torch.device("cpu"), "bfloat16", objective_class)
         cost, timer = TrainingCost(), _Steps()
         settings = TrainingSettings(
             steps=steps, batch_size=batch, lr=1e-5, weight_decay=0.1, precision=precision, validations=1,
@@ -237,15 +241,15 @@ def training(backbone: OpenClip, task: Noise, steps: int, batch: int, precision:
                 "devices": 1, "enable_progress_bar": False},
             )  # fmt: skip
         whole = time.perf_counter() - begun
-        found[name] = timer.measured() | cost.measured | {
+        report[name] = timer.summarize() | cost.measured | {
             "seconds before the first step": round(timer.begun[0] - begun, 2),
             "seconds of steps": round(timer.ended[-1] - timer.begun[0], 2),
             "seconds after the last step": round(begun + whole - timer.ended[-1], 2),
         }  # fmt: skip
-    return found
+    return report
 
 
-def whole_run(arguments: list[str], store: Path, folder: Path, limit: float) -> dict[str, Any]:
+def measure_run(arguments: list[str], store: Path, folder: Path, limit: float) -> dict[str, Any]:
     """`vit_b32_saft` with random weights on the shipped tasks; what it left in the store."""
     command = [sys.executable, "-m", "mergekit_lab", "+experiment=vit_b32_saft", *arguments]
     command += [f"store.root={store}", f"run_dir={folder}"]
@@ -254,13 +258,13 @@ def whole_run(arguments: list[str], store: Path, folder: Path, limit: float) -> 
         code: int | str = subprocess.run(command, timeout=limit).returncode
     except subprocess.TimeoutExpired:
         code = "cut"
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "command": " ".join(["python", *command[1:-2]]),
         "exit": code,
         "seconds": round(time.monotonic() - begun, 1),
     }
     if (folder / "timings.json").exists():
-        found["stages"] = json.loads((folder / "timings.json").read_text())
+        report["stages"] = json.loads((folder / "timings.json").read_text())
     for kind in ("experts", "heads", "fishers", "searches", "merged", "evaluations"):
         manifests = [json.loads(file.read_text()) for file in sorted(store.glob(f"{kind}/*/manifest.json"))]
         kept = ("wall_seconds", "steps_per_second", "gigabytes", "method", "peak_memory_bytes", "samples")
@@ -268,10 +272,10 @@ def whole_run(arguments: list[str], store: Path, folder: Path, limit: float) -> 
         for manifest in sorted(manifests, key=lambda each: each["created"]):
             row = {name: manifest["info"][name] for name in kept if name in manifest["info"]}
             rows.append({"task": manifest["content"]["task"]} | row if "task" in manifest["content"] else row)
-        found[kind] = rows
-    walls = [row["wall_seconds"] for row in found.pop("evaluations")]
-    found["evaluations"] = {"count": len(walls), "seconds": round(sum(walls), 1)}
-    return found
+        report[kind] = rows
+    walls = [row["wall_seconds"] for row in report.pop("evaluations")]
+    report["evaluations"] = {"count": len(walls), "seconds": round(sum(walls), 1)}
+    return report
 
 
 def main() -> None:
@@ -298,7 +302,7 @@ def main() -> None:
         print(name, json.dumps(value)[:4000], flush=True)
 
     backbone = OpenClip("ViT-B-32-quickgelu", None)
-    task = Noise("noise", folder=options.store / "noise", images=20_480, pictures=4_000)
+    task = NoiseFiles("noise", folder=options.store / "noise", images=20_480, pictures=4_000)
     sizes = (512, 150, 128, "bf16-mixed")
     arguments = ["backbone.weights=null", "suite=glyphs8", "training.steps=200", "training.warmup_steps=50"]
     arguments += ["training.validations=1", "curvature.samples=64", "progress=false"]
@@ -310,15 +314,15 @@ def main() -> None:
     (options.store / "noise").mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if cuda else "cpu")
     if "evaluation" in options.parts:
-        keep("evaluation", evaluation(backbone, task, device, sizes[0]))
+        keep("evaluation", measure_evaluation(backbone, task, device, sizes[0]))
     if "replaying" in options.parts:
         images, rounds = (64, 5) if options.tiny else (1024, 60)
-        keep("replaying", replaying(device, options.store / "noise", images, rounds))
+        keep("replaying", measure_replay(device, options.store / "noise", images, rounds))
     if "training" in options.parts:
-        keep("training", training(backbone, replace(task, images=sizes[0]), *sizes[1:]))
+        keep("training", measure_training(backbone, replace(task, images=sizes[0]), *sizes[1:]))
     if "run" in options.parts:
         store, folder = options.store / f"store_{options.name}", options.out.parent / options.name
-        keep(options.name, whole_run([*arguments, *options.overrides], store, folder, options.limit))
+        keep(options.name, measure_run([*arguments, *options.overrides], store, folder, options.limit))
 
 
 if __name__ == "__main__":

@@ -31,16 +31,16 @@ from mergekit_lab.curvature import diagonal_fisher
 CLASSES = 100
 
 
-def by_vmap(model: nn.Module, x: Tensor, y: Tensor, chunk: int) -> dict[str, Tensor]:
+def compute_by_vmap(model: nn.Module, x: Tensor, y: Tensor, chunk: int) -> dict[str, Tensor]:
     """Every sample's gradient of the whole model, `chunk` at a time."""
     params = {n: p.detach() for n, p in model.named_parameters()}
     buffers = dict(model.named_buffers())
     totals = {n: torch.zeros_like(p) for n, p in params.items()}
 
-    def loss(p: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
+    def compute_loss(p: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
         return cross_entropy(functional_call(model, (p, buffers), (image[None],)), label[None])
 
-    gradients = vmap(grad(loss), in_dims=(None, 0, 0))
+    gradients = vmap(grad(compute_loss), in_dims=(None, 0, 0))
     for images, labels in zip(x.split(chunk), y.split(chunk), strict=True):
         with sdpa_kernel(SDPBackend.MATH):
             for name, g in gradients(params, images, labels).items():
@@ -48,7 +48,7 @@ def by_vmap(model: nn.Module, x: Tensor, y: Tensor, chunk: int) -> dict[str, Ten
     return {n: t / len(y) for n, t in totals.items()}
 
 
-def measured(work: Callable[[], object], samples: int, repeats: int, model_bytes: int) -> dict[str, float]:
+def measure(work: Callable[[], object], samples: int, repeats: int, model_bytes: int) -> dict[str, float]:
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     sync = torch.cuda.synchronize if cuda else (lambda: None)
     work()
@@ -62,11 +62,11 @@ def measured(work: Callable[[], object], samples: int, repeats: int, model_bytes
         work()
         sync()
         seconds.append(time.perf_counter() - begun)
-    found = {"ms_per_sample": round(1e3 * statistics.median(seconds) / samples, 4)}
+    row = {"ms_per_sample": round(1e3 * statistics.median(seconds) / samples, 4)}
     if cuda:
         peak = torch.cuda.max_memory_allocated()
-        found |= {"peak_bytes": peak, "peak_model_copies": round(peak / model_bytes, 2)}
-    return found
+        row |= {"peak_bytes": peak, "peak_model_copies": round(peak / model_bytes, 2)}
+    return row
 
 
 def allow_tf32(allowed: bool) -> None:
@@ -74,7 +74,7 @@ def allow_tf32(allowed: bool) -> None:
     torch.backends.cudnn.allow_tf32 = allowed
 
 
-def training(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
+def make_step(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
 
     def step() -> None:
@@ -85,7 +85,7 @@ def training(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
     return step
 
 
-def activations(model: nn.Module, x: Tensor) -> int:
+def measure_activations(model: nn.Module, x: Tensor) -> int:
     """Bytes that a forward pass leaves for the backward pass."""
     if not x.is_cuda:
         return 0
@@ -94,7 +94,7 @@ def activations(model: nn.Module, x: Tensor) -> int:
     return torch.cuda.memory_allocated() - before - kept.numel() * kept.element_size()
 
 
-def bench(name: str, args: argparse.Namespace) -> dict[str, object]:
+def measure_case(name: str, args: argparse.Namespace) -> dict[str, object]:
     torch.manual_seed(0)
     encoder = OpenClip(name, None).make_model()
     head = torch.randn(CLASSES, encoder(torch.rand(1, 3, *encoder.size)).shape[1])
@@ -102,42 +102,42 @@ def bench(name: str, args: argparse.Namespace) -> dict[str, object]:
     x = torch.rand(args.batch, 3, *encoder.size, device=args.device)
     y = torch.arange(args.batch, device=args.device) % CLASSES
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    rows: dict[str, object] = {"parameters": size // 4, "activation_bytes": activations(model, x)}
+    rows: dict[str, object] = {"parameters": size // 4, "activation_bytes": measure_activations(model, x)}
 
     allow_tf32(False)
     few, labels = x[:8], y[:8]
-    exact = by_vmap(model, few, labels, 8)
+    exact = compute_by_vmap(model, few, labels, 8)
     for precision in ("highest", "high"):
         allow_tf32(precision == "high")
-        found = diagonal_fisher(model, [(few, labels)])
-        error = max(float((found[n] - e).abs().max() / e.abs().max()) for n, e in exact.items())
+        diagonal = diagonal_fisher(model, [(few, labels)])
+        error = max(float((diagonal[n] - e).abs().max() / e.abs().max()) for n, e in exact.items())
         rows[f"error, {precision}"] = error
-    del exact, found
+    del exact, diagonal
 
     for precision in ("highest", "high"):
         allow_tf32(precision == "high")
 
         def run(work: Callable[[], object]) -> dict[str, float]:
-            return measured(work, args.batch, args.repeats, size)
+            return measure(work, args.batch, args.repeats, size)
 
         for chunk in args.chunks:
             rows[f"by layers, chunk {chunk}, {precision}"] = run(
                 lambda chunk=chunk: diagonal_fisher(model, [(x, y)], chunk=chunk)
             )
         if precision == "highest":
-            rows[f"vmap(grad), chunk 8, {precision}"] = run(lambda: by_vmap(model, x, y, 8))
-        rows[f"training step, {precision}"] = run(training(model, x, y))
+            rows[f"vmap(grad), chunk 8, {precision}"] = run(lambda: compute_by_vmap(model, x, y, 8))
+        rows[f"training step, {precision}"] = run(make_step(model, x, y))
         model.zero_grad(set_to_none=True)
         if args.compile:
-            rows[f"training step, compiled, {precision}"] = run(training(torch.compile(model), x, y))
+            rows[f"training step, compiled, {precision}"] = run(make_step(torch.compile(model), x, y))
             model.zero_grad(set_to_none=True)
-            rows[f"squares of layers, {precision}"] = squares(
+            rows[f"squares of layers, {precision}"] = measure_squares(
                 model, (encoder.size[0] // 32) ** 2 + 1, args, run
             )
     return rows
 
 
-def squares(
+def measure_squares(
     model: nn.Module, tokens: int, args: argparse.Namespace, run: Callable[..., dict[str, float]]
 ) -> dict[str, Any]:
     """The squared gradients of all linear layers from inputs and output gradients: as written and compiled."""
@@ -146,16 +146,16 @@ def squares(
     def write(grads: Tensor, inputs: Tensor) -> Tensor:
         return (grads.mT @ inputs).square_().sum(dim=0)
 
-    def layers(square: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def run_layers(square: Callable[[Tensor, Tensor], Tensor]) -> None:
         for height, width in shapes:
-            square(made[height], made[width])
+            square(activations_of[height], activations_of[width])
 
-    made = {n: torch.randn(args.batch, tokens, n, device=args.device) for n in set(sum(shapes, ()))}
-    found: dict[str, Any] = {"as written": run(lambda: layers(write))}
+    activations_of = {n: torch.randn(args.batch, tokens, n, device=args.device) for n in set(sum(shapes, ()))}
+    report: dict[str, Any] = {"as written": run(lambda: run_layers(write))}
     for name, mode in {"compiled": "default", "autotuned": "max-autotune-no-cudagraphs"}.items():
         compiled = torch.compile(write, mode=mode, dynamic=False)
-        found[name] = run(lambda compiled=compiled: layers(compiled))
-    return found
+        report[name] = run(lambda compiled=compiled: run_layers(compiled))
+    return report
 
 
 def main() -> None:
@@ -173,7 +173,7 @@ def main() -> None:
         "device": card, "torch": torch.__version__, "date": str(date.today()), "batch": args.batch,
     }  # fmt: skip
     for name in args.models:
-        results[name] = bench(name, args)
+        results[name] = measure_case(name, args)
         print(name, json.dumps(results[name], indent=1), flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(results, indent=1) + "\n")

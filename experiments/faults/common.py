@@ -13,14 +13,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from composing import composed
+from composing import compose_config
 
 from mergekit_lab import programs
 
 
 def run_once(folder: Path, store: Path | None, overrides: list[str]) -> None:
     """One run, as the command line would begin it; commands on checkpoints have no store."""
-    cfg, choices = composed([*overrides, *([] if store is None else [f"store.root={store}"])])
+    cfg, choices = compose_config([*overrides, *([] if store is None else [f"store.root={store}"])])
     programs.start(cfg, folder, choices, [])
 
 

@@ -49,7 +49,7 @@ def truncate(path: Path, chance: random.Random) -> None:
     os.truncate(path, int(path.stat().st_size * chance.random()))
 
 
-def empty(path: Path, chance: random.Random) -> None:
+def empty_file(path: Path, chance: random.Random) -> None:
     os.truncate(path, 0)
 
 
@@ -90,7 +90,7 @@ def number(path: Path, chance: random.Random) -> None:
         path.write_text(text[:begin] + chance.choice(["1e308", "-1", str(2**70), "NaN", '"x"']) + text[end:])
 
 
-def replaced_by(make: Callable[[Path], object]) -> Callable[[Path, random.Random], None]:
+def make_replacement(make: Callable[[Path], object]) -> Callable[[Path, random.Random], None]:
     def replace(path: Path, chance: random.Random) -> None:
         delete(path, chance)
         make(path)
@@ -107,13 +107,13 @@ def delete(path: Path, chance: random.Random) -> None:
 
 OF_ALL = {
     "delete": delete,
-    "pipe": replaced_by(os.mkfifo),
-    "device": replaced_by(lambda path: path.symlink_to("/dev/zero")),
-    "loop": replaced_by(lambda path: path.symlink_to(path.name)),
-    "link to nowhere": replaced_by(lambda path: path.symlink_to("nowhere")),
+    "pipe": make_replacement(os.mkfifo),
+    "device": make_replacement(lambda path: path.symlink_to("/dev/zero")),
+    "loop": make_replacement(lambda path: path.symlink_to(path.name)),
+    "link to nowhere": make_replacement(lambda path: path.symlink_to("nowhere")),
     "other type": None,
 }
-OF_FILES = {"truncate": truncate, "empty": empty, "flip": flip, "swap": swap, "grow": grow}
+OF_FILES = {"truncate": truncate, "empty": empty_file, "flip": flip, "swap": swap, "grow": grow}
 OF_TEXT = {"nest": nest, "number": number}
 
 
@@ -125,7 +125,7 @@ def mutate(root: Path, chance: random.Random) -> tuple[str, str]:
         by_name[path.name if path.is_file() else f"{path.parent.name[:8]}/"].append(path)
     path = chance.choice(by_name[chance.choice(sorted(by_name))])
     known = dict(OF_ALL)
-    known["other type"] = replaced_by(Path.touch if path.is_dir() else Path.mkdir)
+    known["other type"] = make_replacement(Path.touch if path.is_dir() else Path.mkdir)
     if path.is_file():
         known |= OF_FILES
         if path.suffix in (".json", ".jsonl", ".yaml") or "locks" in path.parts:
@@ -148,7 +148,7 @@ class Trial:
         note = self.folder / "note"
         note.unlink(missing_ok=True)
 
-        def guarded() -> None:
+        def run_guarded() -> None:
             try:
                 work()
             except InputError as error:
@@ -156,7 +156,7 @@ class Trial:
             except BaseException:
                 note.write_text(json.dumps(["crash", traceback.format_exc()]))
 
-        code = finish(start(guarded, self.folder / "log"), self.seconds)
+        code = finish(start(run_guarded, self.folder / "log"), self.seconds)
         if code is None:
             return "hang"
         outcome, self.message = json.loads(note.read_text()) if note.exists() else ("done", "")
@@ -394,12 +394,12 @@ def read_wanted(prepared: Path, seconds: float) -> dict:
     return wanted | {name: [tuple(row) for row in wanted[name]] for name in ("rows", "page")}
 
 
-def be_quick() -> None:
+def shorten_runs() -> None:
     """What takes most of a tiny run's time is importing and drawing, and neither is tried here."""
     import vl_convert
 
     import mergekit_lab.commands.merge_checkpoints  # noqa: F401
-    from mergekit_lab.runs import curvature, entry, evaluate, finetune, merge, outcome, report, store  # noqa: F401
+    from mergekit_lab.runs import curvature, entry, evaluate, finetune, merge, report, store  # noqa: F401
 
     vl_convert.vegalite_to_svg = lambda *_, **__: (
         "<svg xmlns='http://www.w3.org/2000/svg' width='1' height='1'/>"
@@ -417,7 +417,7 @@ def main() -> None:
     parser.add_argument("--prepared", type=Path, help="of an earlier call, to begin at once")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    be_quick()
+    shorten_runs()
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)
     prepared = options.prepared or options.folder / "prepared"

@@ -70,7 +70,7 @@ def wait_for(run: subprocess.Popen, folder: Path) -> None:
 
 
 @contextmanager
-def busy(processes: int) -> Iterator[None]:
+def keep_busy(processes: int) -> Iterator[None]:
     """So many processes that compute without end beside the run."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
@@ -91,9 +91,9 @@ def try_once(folder: Path, prepared: Path, phase: str, number: signal.Signals, a
         if run.poll() is not None:
             raise RuntimeError((run_folder / "log").read_text()[-2000:])
         time.sleep(0.01)
-    with busy(load):
+    with keep_busy(load):
         time.sleep(after)
-        made = len(list(store.glob(f"{kind}/*")))
+        count = len(list(store.glob(f"{kind}/*")))
         begun = time.monotonic()
         run.send_signal(number)
         code = run.wait()
@@ -103,7 +103,7 @@ def try_once(folder: Path, prepared: Path, phase: str, number: signal.Signals, a
         "signal": number.name,
         "seconds": round(seconds, 2),
         "exit code": code,
-        "made before": made,
+        "made before": count,
         "checkpoint": bool(list(store.glob("work/experts/*/resume/last.ckpt"))),
         "locks left": len(list(store.glob("locks/*"))),
     }

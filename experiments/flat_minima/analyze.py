@@ -19,19 +19,19 @@ Cells = dict[str, dict[int, dict]]
 
 def read(path: Path) -> Cells:
     """Cells by arm and seed, seeds in order."""
-    found: Cells = {}
+    arms: Cells = {}
     for cell in sorted(json.loads(path.read_text())["cells"], key=lambda cell: cell["seed"]):
-        found.setdefault(cell["arm"], {})[cell["seed"]] = cell
-    return found
+        arms.setdefault(cell["arm"], {})[cell["seed"]] = cell
+    return arms
 
 
-def mean_accuracy(cell: dict, column: str) -> float:
+def average_accuracy(cell: dict, column: str) -> float:
     """Per cent, over tasks."""
     values = cell["accuracy"][column].values()
     return 100 * sum(values) / len(values)
 
 
-def table(cells: Cells, columns: tuple[str, ...]) -> list[str]:
+def tabulate(cells: Cells, columns: tuple[str, ...]) -> list[str]:
     """Mean ± standard deviation over seeds; and p of a paired t-test against AdamW on the seeds both have.
 
     An optimizer of a parametrization is compared with AdamW of the same.
@@ -40,27 +40,27 @@ def table(cells: Cells, columns: tuple[str, ...]) -> list[str]:
     for arm, by_seed in cells.items():
         row = []
         for column in columns:
-            values = [mean_accuracy(c, column) for c in by_seed.values()]
+            values = [average_accuracy(c, column) for c in by_seed.values()]
             text = f"{statistics.mean(values):.1f}"
             if len(values) > 1:
                 text += f" ± {statistics.stdev(values):.1f}"
-            plain = plain_of(arm, cells)
+            plain = find_plain(arm, cells)
             common = sorted(set(by_seed) & set(cells[plain]))
             if arm != plain and len(common) > 2:
-                pair = [[mean_accuracy(cells[a][s], column) for s in common] for a in (arm, plain)]
+                pair = [[average_accuracy(cells[a][s], column) for s in common] for a in (arm, plain)]
                 text += f" (p {ttest_rel(*pair).pvalue:.2g})"
             row.append(text)
         lines.append(f"| {arm} | {len(by_seed)} | " + " | ".join(row) + " |")
     return lines
 
 
-def plain_of(arm: str, cells: Cells) -> str:
+def find_plain(arm: str, cells: Cells) -> str:
     """AdamW with the parametrization of an arm."""
     alike = f"adamw, {arm.partition(', ')[2]}"
     return alike if alike in cells else "adamw"
 
 
-def sizes(cells: Cells) -> list[str]:
+def tabulate_sizes(cells: Cells) -> list[str]:
     """How long task vectors are, and which coefficients were chosen."""
     searched = MERGERS[1:]
     lines = ["| arm | norm | mean abs | fitted b | " + " | ".join(searched) + " |", "|" + "---|" * 9]
@@ -74,14 +74,14 @@ def sizes(cells: Cells) -> list[str]:
     return lines
 
 
-def one_seed(cells: Cells, seed: int = 0) -> list[str]:
+def tabulate_seed(cells: Cells, seed: int = 0) -> list[str]:
     """Every arm at one seed."""
     columns = (*COLUMNS[:7], "task_arithmetic_fixed")
     lines = ["| arm | norm | " + " | ".join(columns) + " |", "|" + "---|" * (len(columns) + 2)]
     for arm, by_seed in cells.items():
         if seed in by_seed:
             cell = by_seed[seed]
-            row = [f"{mean_accuracy(cell, column):.1f}" for column in columns]
+            row = [f"{average_accuracy(cell, column):.1f}" for column in columns]
             lines.append(f"| {arm} | {cell['norm']:.2f} | " + " | ".join(row) + " |")
     return lines
 
@@ -89,16 +89,16 @@ def one_seed(cells: Cells, seed: int = 0) -> list[str]:
 PUBLISHED = {"sam rho": ("sam", 0.05), "asam rho": ("asam", 0.5), "mergopt b": ("mergopt 5e-4", 5e-4)}
 
 
-def sensitivity(cells: Cells, kind: str, column: str) -> tuple[list[float], list[float]]:
+def list_sensitivity(cells: Cells, optimizer: str, column: str) -> tuple[list[float], list[float]]:
     """A hyper-parameter over its published value, and seed 0's accuracy above AdamW's."""
-    own, published = PUBLISHED[kind]
-    found = {1.0: own} | {float(a.split()[-1]) / published: a for a in cells if a.startswith(kind)}
-    base = mean_accuracy(cells["adamw"][0], column)
-    places = sorted(x for x, arm in found.items() if 0 in cells[arm])
-    return places, [mean_accuracy(cells[found[x]][0], column) - base for x in places]
+    own, published = PUBLISHED[optimizer]
+    arm_by_scale = {1.0: own} | {float(a.split()[-1]) / published: a for a in cells if a.startswith(optimizer)}
+    base = average_accuracy(cells["adamw"][0], column)
+    scales = sorted(x for x, arm in arm_by_scale.items() if 0 in cells[arm])
+    return scales, [average_accuracy(cells[arm_by_scale[x]][0], column) - base for x in scales]
 
 
-def figure(cells: Cells, path: Path) -> None:
+def draw_figure(cells: Cells, path: Path) -> None:
     """What each merger gives an optimizer's experts above AdamW's, task arithmetic's curves, sensitivity."""
     import matplotlib
 
@@ -108,15 +108,15 @@ def figure(cells: Cells, path: Path) -> None:
     drawn = {arm: cells[arm] for arm in MAIN}
     names = [c for c in COLUMNS if c not in ("dare_fixed", "ties_fixed", "epimer_fixed")]
     fig, (left, middle, right) = plt.subplots(1, 3, figsize=(15.5, 4.4), width_ratios=(3, 2, 2))
-    colors = {arm: f"C{place}" for place, arm in enumerate(drawn)}
+    colors = {arm: f"C{index}" for index, arm in enumerate(drawn)}
     others = [a for a in drawn if a != "adamw"]
-    for place, arm in enumerate(others):
+    for index, arm in enumerate(others):
         common = sorted(set(drawn[arm]) & set(drawn["adamw"]))
         gains = [
-            [mean_accuracy(drawn[arm][s], n) - mean_accuracy(drawn["adamw"][s], n) for s in common]
+            [average_accuracy(drawn[arm][s], n) - average_accuracy(drawn["adamw"][s], n) for s in common]
             for n in names
         ]
-        where = [i + (place - len(others) / 2) * 0.13 for i in range(len(names))]
+        where = [i + (index - len(others) / 2) * 0.13 for i in range(len(names))]
         means = [statistics.mean(g) for g in gains]
         spread = [statistics.stdev(g) for g in gains]
         left.errorbar(where, means, spread, fmt="o", markersize=4, capsize=2, label=arm, color=colors[arm])
@@ -133,10 +133,11 @@ def figure(cells: Cells, path: Path) -> None:
     middle.set_xlabel("coefficient of task arithmetic")
     middle.set_ylabel("normalized validation accuracy, %")
     middle.legend(fontsize=8)
-    for kind, (arm, _) in PUBLISHED.items():
+    for optimizer, (arm, _) in PUBLISHED.items():
         for column, line in (("average", "--"), ("task_arithmetic", "-")):
-            right.plot(*sensitivity(cells, kind, column), line, marker="o", markersize=4, color=colors[arm],
-                       label=f"{kind}, {column.replace('_', ' ')}")  # fmt: skip
+            label = f"{optimizer}, {column.replace('_', ' ')}"
+            points = list_sensitivity(cells, optimizer, column)
+            right.plot(*points, line, marker="o", markersize=4, color=colors[arm], label=label)
     right.axhline(0, color="C0", linewidth=1)
     right.set_xscale("log")
     right.set_ylim(-9, 4)
@@ -158,11 +159,11 @@ def main() -> None:
     groups = [{arm: cells[arm] for arm in MAIN}, whole, {arm: several[arm] for arm in several if ", " in arm}]
     for group in groups:
         for part in (COLUMNS[:7], ("experts", *COLUMNS[7:])):
-            print("\n".join(table(group | {"adamw": cells["adamw"]}, part)), end="\n\n")
-        print("\n".join(sizes(group)), end="\n\n")
-    print("\n".join(one_seed(cells)))
+            print("\n".join(tabulate(group | {"adamw": cells["adamw"]}, part)), end="\n\n")
+        print("\n".join(tabulate_sizes(group)), end="\n\n")
+    print("\n".join(tabulate_seed(cells)))
     if options.figure:
-        figure(cells, options.figure)
+        draw_figure(cells, options.figure)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ EQUAL_COST: dict[str, list[str]] = {
     f"{name}, half the steps": [f"optimizer={name}", "training.budget=gradient_evaluations"]
     for name in ("sam", "asam")
 }
-PARAMETRISATIONS: dict[str, list[str]] = {
+PARAMETRIZATIONS: dict[str, list[str]] = {
     f"{optimizer}, {finetuning}": [f"optimizer={optimizer}", f"finetuning={finetuning}"]
     for finetuning in ("attention_linear", "linearized")
     for optimizer in ("adamw", "asam")
@@ -52,19 +52,19 @@ SENSITIVITY: dict[str, list[str]] = {
 }
 
 
-def cells() -> list[tuple[str, int]]:
+def list_cells() -> list[tuple[str, int]]:
     """What is to be run, the most important first."""
     order = [(arm, seed) for seed in SEEDS for arm in ARMS]
-    for group in (KIN, EQUAL_COST, PARAMETRISATIONS):
+    for group in (KIN, EQUAL_COST, PARAMETRIZATIONS):
         order += [(arm, 0) for arm in group]
     order += [(arm, 0) for arm in SENSITIVITY]
     for seed in SEEDS[1:]:
-        for group in (EQUAL_COST, KIN, PARAMETRISATIONS, SENSITIVITY):
+        for group in (EQUAL_COST, KIN, PARAMETRIZATIONS, SENSITIVITY):
             order += [(arm, seed) for arm in group]
     return order
 
 
-def overrides(arm: str, seed: int, store: Path, more: list[str]) -> list[str]:
+def make_overrides(arm: str, seed: int, store: Path, more: list[str]) -> list[str]:
     """The command line of a cell, without `python -m mergekit_lab`."""
     mergers = ["+merger@mergers.average=average"]
     for name in TUNED:
@@ -74,7 +74,7 @@ def overrides(arm: str, seed: int, store: Path, more: list[str]) -> list[str]:
             f"+merger@mergers.{name}_fixed={name}",
             f"mergers.{name}_fixed{inner}.coefficient={FIXED}",
         ]
-    groups = ARMS | KIN | EQUAL_COST | PARAMETRISATIONS | SENSITIVITY
+    groups = ARMS | KIN | EQUAL_COST | PARAMETRIZATIONS | SENSITIVITY
     common = ["suite=glyphs8", "joint=false", "progress=false", f"seed={seed}", f"store.root={store}"]
     return [*common, *groups[arm], *mergers, *more]
 
@@ -85,11 +85,18 @@ def run_cell(job: tuple[str, int, Path, list[str], float]) -> dict | None:
         return None
     begun = time.time()
     try:
-        found = summary(*run_stages(overrides(arm, seed, store, more), store / "runs" / f"{arm}-{seed}"))
+        scores = summarize(
+            *run_stages(make_overrides(arm, seed, store, more), store / "runs" / f"{arm}-{seed}")
+        )
     except Exception as error:
         print(f"{arm} {seed} failed: {type(error).__name__}: {error}", flush=True)
         return None
-    return {"arm": arm, "seed": seed, "machine": machine(), "seconds": round(time.time() - begun, 1)} | found
+    return {
+        "arm": arm,
+        "seed": seed,
+        "machine": describe_machine(),
+        "seconds": round(time.time() - begun, 1),
+    } | scores
 
 
 def run_stages(lines: list[str], folder: Path) -> tuple:
@@ -117,7 +124,7 @@ def run_stages(lines: list[str], folder: Path) -> tuple:
     return context, collect(context, read_evaluations(context))
 
 
-def summary(context: "Run", records: "Sequence[Record]") -> dict:
+def summarize(context: "Run", records: "Sequence[Record]") -> dict:
     """Accuracies by task, coefficients, validation curves, and the task vectors' size."""
     import torch
 
@@ -173,7 +180,7 @@ def main() -> None:
     kept = json.loads(options.out.read_text()) if options.out.exists() else {"fixed": FIXED, "cells": []}
     done = kept["cells"]
     ready = {(c["arm"], c["seed"]) for c in done}
-    order = cells()
+    order = list_cells()
     if options.arms:
         order = [(arm, seed) for seed in SEEDS for arm in options.arms if (arm, seed) in order]
     left = [cell for cell in order if cell not in ready][: options.limit]
@@ -183,20 +190,18 @@ def main() -> None:
     jobs = [(arm, seed, options.store.resolve(), options.overrides, deadline) for arm, seed in left]
     context = multiprocessing.get_context("spawn")
     with context.Pool(options.processes) as pool:
-        for found in pool.imap_unordered(run_cell, jobs, chunksize=1):
-            if found is None:
+        for cell in pool.imap_unordered(run_cell, jobs, chunksize=1):
+            if cell is None:
                 continue
-            done.append(found)
-            mean = {k: 100 * sum(v.values()) / len(v) for k, v in found["accuracy"].items()}
+            done.append(cell)
+            mean = {k: 100 * sum(v.values()) / len(v) for k, v in cell["accuracy"].items()}
             shown = " ".join(f"{k} {v:.1f}" for k, v in mean.items() if not k.endswith("_fixed"))
-            took = (
-                f"{time.time() - begun:.0f} s, {found['seconds']:.0f} s, experts {found['expert_seconds'][-1]}"
-            )
-            print(f"{took} s, {found['arm']}, seed {found['seed']}: {shown}", flush=True)
+            took = f"{time.time() - begun:.0f} s, {cell['seconds']:.0f} s, experts {cell['expert_seconds'][-1]}"
+            print(f"{took} s, {cell['arm']}, seed {cell['seed']}: {shown}", flush=True)
             options.out.write_text(json.dumps(kept) + "\n")
 
 
-def machine() -> str:
+def describe_machine() -> str:
     import torch
 
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"

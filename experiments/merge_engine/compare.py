@@ -34,7 +34,7 @@ METHODS = {
 }
 
 
-def recipe(folder: Path, method: str) -> Path:
+def write_recipe(folder: Path, method: str) -> Path:
     plan = dict(METHODS[method])
     parameters = {key: plan.pop(key) for key in ("weight", "density") if key in plan}
     experts = sorted(path for path in folder.iterdir() if path.name.startswith("expert_"))
@@ -50,11 +50,11 @@ def recipe(folder: Path, method: str) -> Path:
     return path
 
 
-def inputs(folder: Path) -> list[Path]:
-    return [file for kind in ("base", "expert_*") for file in folder.glob(f"{kind}/*.safetensors")]
+def list_inputs(folder: Path) -> list[Path]:
+    return [file for pattern in ("base", "expert_*") for file in folder.glob(f"{pattern}/*.safetensors")]
 
 
-def anonymous(pid: int) -> int:
+def measure_anonymous(pid: int) -> int:
     """Anonymous resident bytes of a process and its children; 0 once it has gone."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
@@ -62,10 +62,10 @@ def anonymous(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     own = next((line for line in status.splitlines() if line.startswith("RssAnon")), "RssAnon: 0 kB")
-    return int(own.split()[1]) * 1024 + sum(anonymous(int(child)) for child in children)
+    return int(own.split()[1]) * 1024 + sum(measure_anonymous(int(child)) for child in children)
 
 
-def watched(command: list[str]) -> dict[str, float]:
+def watch(command: list[str]) -> dict[str, float]:
     """Run a command; seconds, and the peak of its anonymous memory, sampled every 10 ms."""
     begun = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -74,7 +74,7 @@ def watched(command: list[str]) -> dict[str, float]:
     def watch() -> None:
         nonlocal peak
         while process.poll() is None:
-            peak = max(peak, anonymous(process.pid))
+            peak = max(peak, measure_anonymous(process.pid))
             time.sleep(0.01)
 
     watcher = threading.Thread(target=watch)
@@ -87,12 +87,12 @@ def watched(command: list[str]) -> dict[str, float]:
     return {"seconds": round(seconds, 2), "anonymous_mb": round(peak / 1e6)}
 
 
-def copied(folder: Path, out: Path) -> float:
+def copy_inputs(folder: Path, out: Path) -> float:
     """Seconds to read every input and write as many bytes as one model has."""
     begun = time.perf_counter()
     buffer = bytearray(16 << 20)
     with out.open("wb") as target:
-        for file in sorted(inputs(folder)):
+        for file in sorted(list_inputs(folder)):
             with file.open("rb", buffering=0) as source:
                 while size := source.readinto(buffer):
                     if file.parent.name == "base":
@@ -103,17 +103,17 @@ def copied(folder: Path, out: Path) -> float:
     return time.perf_counter() - begun
 
 
-def differing(first: Path, second: Path) -> dict[str, float]:
+def compare_tensors(first: Path, second: Path) -> dict[str, float]:
     """How many entries of two merged folders differ, and by how much at most, in units of the last place."""
 
-    def tensors(folder: Path) -> dict[str, Path]:
-        found = {}
+    def list_tensors(folder: Path) -> dict[str, Path]:
+        files = {}
         for file in folder.glob("*.safetensors"):
             with safe_open(file, "pt") as handle:
-                found |= dict.fromkeys(handle.keys(), file)
-        return found
+                files |= dict.fromkeys(handle.keys(), file)
+        return files
 
-    ours, theirs = tensors(first), tensors(second)
+    ours, theirs = list_tensors(first), list_tensors(second)
     assert ours.keys() == theirs.keys()
     entries = other = 0
     worst = 0.0
@@ -128,7 +128,7 @@ def differing(first: Path, second: Path) -> dict[str, float]:
     return {"entries": entries, "differing": other, "most_units_in_the_last_place": worst}
 
 
-def version(command: Path) -> str:
+def read_version(command: Path) -> str:
     python = command.parent / "python"
     asked = "from importlib.metadata import version; print(version('mergekit'))"
     return subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True).stdout.strip()
@@ -143,35 +143,40 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--results", type=Path, help="where merged models go; beside the inputs by default")
     parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
-    files = inputs(given.folder)
+    options = parser.parse_args()
+    files = list_inputs(options.folder)
     report = {
         "date": str(date.today()),
-        "mergekit": version(given.mergekit) if given.mergekit else None,
+        "mergekit": read_version(options.mergekit) if options.mergekit else None,
         "machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}",
         "torch": torch.__version__,
-        "results": "memory" if given.results else "disk",
+        "results": "memory" if options.results else "disk",
         "input_gb": round(sum(file.stat().st_size for file in files) / 1e9, 2),
-        "copy_seconds": round(min(copied(given.folder, given.folder / "copy") for _ in range(2)), 2),
-        "imports": watched([sys.executable, "-c", "import mergekit_lab.commands.merge_checkpoints"]),
+        "copy_seconds": round(min(copy_inputs(options.folder, options.folder / "copy") for _ in range(2)), 2),
+        "imports": watch([sys.executable, "-c", "import mergekit_lab.commands.merge_checkpoints"]),
         "rows": [],
     }
-    for method in given.methods:
-        plan = recipe(given.folder, method)
-        for number in range(given.repeats):
+    for method in options.methods:
+        plan = write_recipe(options.folder, method)
+        for number in range(options.repeats):
             ours = [sys.executable, "-m", "mergekit_lab", "+experiment=merge_checkpoints", f"recipe={plan}"]
-            results = given.results or given.folder
+            results = options.results or options.folder
             merged, theirs = results / f"ours_{method}", results / f"theirs_{method}"
-            ours += [f"out={merged}", "overwrite=true", f"device={given.device}", f"run_dir={given.folder}/run"]
-            row = {"method": method, "repeat": number, "ours": watched(ours)}
-            if given.mergekit:
-                row["mergekit"] = watched([str(given.mergekit), str(plan), str(theirs), "--no-copy-tokenizer"])
+            ours += [
+                f"out={merged}",
+                "overwrite=true",
+                f"device={options.device}",
+                f"run_dir={options.folder}/run",
+            ]
+            row = {"method": method, "repeat": number, "ours": watch(ours)}
+            if options.mergekit:
+                row["mergekit"] = watch([str(options.mergekit), str(plan), str(theirs), "--no-copy-tokenizer"])
                 if method != "dare_linear":  # its masks are other random numbers
-                    row["equality"] = differing(merged, theirs)
+                    row["equality"] = compare_tensors(merged, theirs)
             report["rows"].append(row)
             print(row, flush=True)
-            given.out.write_text(json.dumps(report, indent=1))
-        if given.results:
+            options.out.write_text(json.dumps(report, indent=1))
+        if options.results:
             shutil.rmtree(merged)
             shutil.rmtree(theirs, ignore_errors=True)
 

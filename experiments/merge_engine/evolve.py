@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 import yaml
-from compare import version
+from compare import read_version
 
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.evaluation import search_cma_es
@@ -64,7 +64,7 @@ def search_inside(folder: Path, experts: list[Path], method: str, trials: int) -
     models = {path.name: dict(open_checkpoint(path).items()) for path in experts}
     model = {name: torch.empty_like(tensor) for name, tensor in base.items()}
 
-    def at(point):
+    def make_score(point):
         nonlocal begun
         weights = dict(zip(models, point, strict=True))
         for name, tensor in merge_state_dicts(base, models, METHODS[method](weights)).items():
@@ -73,7 +73,7 @@ def search_inside(folder: Path, experts: list[Path], method: str, trials: int) -
         begun = read_clocks()
         return lambda *_: 1 / (1 + sum((x - 0.3) ** 2 for x in point))
 
-    search_cma_es(len(models), {"task": 1.0}, at, turns=range(trials))
+    search_cma_es(len(models), {"task": 1.0}, make_score, turns=range(trials))
     return costs
 
 
@@ -104,24 +104,26 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=20, help="of the search inside")
     parser.add_argument("--repeats", type=int, default=3, help="of each process")
     parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
-    experts = sorted(path for path in given.folder.iterdir() if path.name.startswith("expert_"))
+    options = parser.parse_args()
+    experts = sorted(path for path in options.folder.iterdir() if path.name.startswith("expert_"))
     ours = [sys.executable, "-m", "mergekit_lab", "+experiment=merge_checkpoints", "recipe={plan}", "out={out}"]
-    commands = {"our_process": [*ours, "overwrite=true", "device=cpu", f"run_dir={given.folder}/run"]}
-    if given.mergekit:
-        commands["mergekit"] = [str(given.mergekit), "{plan}", "{out}", "--no-copy-tokenizer"]
-    files = [file for kind in ("base", "expert_*") for file in given.folder.glob(f"{kind}/*.safetensors")]
+    commands = {"our_process": [*ours, "overwrite=true", "device=cpu", f"run_dir={options.folder}/run"]}
+    if options.mergekit:
+        commands["mergekit"] = [str(options.mergekit), "{plan}", "{out}", "--no-copy-tokenizer"]
+    files = [
+        file for pattern in ("base", "expert_*") for file in options.folder.glob(f"{pattern}/*.safetensors")
+    ]
     report = {
         "date": str(date.today()),
-        "mergekit": version(given.mergekit) if given.mergekit else None,
+        "mergekit": read_version(options.mergekit) if options.mergekit else None,
         "machine": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads of torch",
         "torch": torch.__version__,
         "experts": len(experts),
         "input_gb": round(sum(file.stat().st_size for file in files) / 1e9, 2),
         "rows": [],
     }
-    for method in given.methods:
-        inside = search_inside(given.folder, experts, method, given.trials)
+    for method in options.methods:
+        inside = search_inside(options.folder, experts, method, options.trials)
         row = {
             "method": method,
             "first": sum_up(inside[:1]),
@@ -129,13 +131,13 @@ def main() -> None:
         }
         for name, command in commands.items():
             times = [
-                merge_outside(given.folder, experts, method, 0.2 + 0.1 * turn, command)
-                for turn in range(given.repeats)
+                merge_outside(options.folder, experts, method, 0.2 + 0.1 * turn, command)
+                for turn in range(options.repeats)
             ]
             row[name] = sum_up(times)
         report["rows"].append(row)
         print(row, flush=True)
-        given.out.write_text(json.dumps(report, indent=1) + "\n")
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

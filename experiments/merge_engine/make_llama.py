@@ -15,16 +15,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 
-def shapes(layers: int, hidden: int, mlp: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
+def list_shapes(layers: int, hidden: int, mlp: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a Llama without grouped queries, input and output embeddings untied."""
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for i in range(layers):
         at = f"model.layers.{i}."
-        found |= {f"{at}self_attn.{p}_proj.weight": (hidden, hidden) for p in "qkvo"}
-        found |= {f"{at}mlp.{p}_proj.weight": (mlp, hidden) for p in ("gate", "up")}
-        found[f"{at}mlp.down_proj.weight"] = (hidden, mlp)
-        found |= {f"{at}{p}_layernorm.weight": (hidden,) for p in ("input", "post_attention")}
-    return found | {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
+        shapes |= {f"{at}self_attn.{p}_proj.weight": (hidden, hidden) for p in "qkvo"}
+        shapes |= {f"{at}mlp.{p}_proj.weight": (mlp, hidden) for p in ("gate", "up")}
+        shapes[f"{at}mlp.down_proj.weight"] = (hidden, mlp)
+        shapes |= {f"{at}{p}_layernorm.weight": (hidden,) for p in ("input", "post_attention")}
+    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
 
 
 def write(folder: Path, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> None:
@@ -48,30 +48,33 @@ def main() -> None:
     for name, value in {"layers": 24, "hidden": 1024, "mlp": 4096, "vocabulary": 32000, "experts": 4}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--shard-mb", type=int, default=256)
-    given = parser.parse_args()
-    plan = shapes(given.layers, given.hidden, given.mlp, given.vocabulary)
+    options = parser.parse_args()
+    plan = list_shapes(options.layers, options.hidden, options.mlp, options.vocabulary)
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
-        "hidden_size": given.hidden, "intermediate_size": given.mlp, "num_hidden_layers": given.layers,
-        "num_attention_heads": given.hidden // 64, "num_key_value_heads": given.hidden // 64,
-        "vocab_size": given.vocabulary, "tie_word_embeddings": False,
+        "hidden_size": options.hidden, "intermediate_size": options.mlp, "num_hidden_layers": options.layers,
+        "num_attention_heads": options.hidden // 64, "num_key_value_heads": options.hidden // 64,
+        "vocab_size": options.vocabulary, "tie_word_embeddings": False,
     }  # fmt: skip
 
-    def base() -> Iterator[tuple[str, Tensor]]:
+    def generate_base() -> Iterator[tuple[str, Tensor]]:
         generator = torch.Generator().manual_seed(0)
         for name, shape in plan.items():
             yield name, (0.04 * torch.randn(shape, generator=generator)).bfloat16()
 
-    def expert(number: int) -> Iterator[tuple[str, Tensor]]:
+    def generate_expert(number: int) -> Iterator[tuple[str, Tensor]]:
         generator = torch.Generator().manual_seed(number + 1)
-        for name, tensor in base():
+        for name, tensor in generate_base():
             noise = torch.randn(tensor.shape, generator=generator)
             yield name, (tensor.float() + 2e-3 * noise * noise.abs()).bfloat16()
 
-    for name, tensors in [("base", base()), *((f"expert_{t}", expert(t)) for t in range(given.experts))]:
-        write(given.out / name, tensors, given.shard_mb << 20)
-        (given.out / name / "config.json").write_text(json.dumps(config, indent=1))
-    print(f"{sum(torch.Size(s).numel() for s in plan.values()) / 1e6:.0f} M parameters each in {given.out}")
+    for name, tensors in [
+        ("base", generate_base()),
+        *((f"expert_{t}", generate_expert(t)) for t in range(options.experts)),
+    ]:
+        write(options.out / name, tensors, options.shard_mb << 20)
+        (options.out / name / "config.json").write_text(json.dumps(config, indent=1))
+    print(f"{sum(torch.Size(s).numel() for s in plan.values()) / 1e6:.0f} M parameters each in {options.out}")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench import FEWER, methods
+from bench import FEWER, list_methods
 from torch import Tensor
 
 import mergekit_lab
@@ -38,7 +38,7 @@ from mergekit_lab.merging.subspace import SubspaceMethod
 NAME = "layers.0.mlp.up_proj.weight"
 
 
-def anonymous() -> int:
+def measure_anonymous() -> int:
     """Bytes of this process that no file stands for."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
@@ -62,17 +62,17 @@ def make(folder: Path, rows: int, columns: int, experts: int, dtype: torch.dtype
 
 
 def merge(folder: Path, label: str) -> None:
-    method = methods()[label]
+    method = list_methods()[label]
     count = FEWER.get(label, len(list(folder.glob("expert?"))))
     sides = {
-        kind: [folder / f"{kind.removeprefix('chained_')}{n}" for n in range(count)]
-        for kind in method.side_inputs
+        side_input: [folder / f"{side_input.removeprefix('chained_')}{n}" for n in range(count)]
+        for side_input in method.side_inputs
     }
     experts = [folder / f"expert{number}" for number in range(count)]
     mergekit_lab.merge(folder / "base", experts, folder / f"merged_{label}", method, statistics=sides)
 
 
-def bound(method: Method, rows: int, columns: int, experts: int, dtype: torch.dtype) -> int:
+def compute_bound(method: Method, rows: int, columns: int, experts: int, dtype: torch.dtype) -> int:
     """In MB; see above."""
     threads = torch.get_num_threads() if method.elementwise else 1
     held = (4 << 20) + (2 * threads + 4) * rows * columns * dtype.itemsize
@@ -88,16 +88,16 @@ def bound(method: Method, rows: int, columns: int, experts: int, dtype: torch.dt
     return round((held + (2 * experts + 16) * largest * 4) / 1e6)
 
 
-def measure(small: Path, large: Path, label: str, told: Any) -> None:
+def measure(small: Path, large: Path, label: str, queue: Any) -> None:
     """In a process of its own: send what the merge of `large` takes."""
     merge(small, label)
-    start = peak = anonymous()
+    start = peak = measure_anonymous()
     over = threading.Event()
 
     def watch() -> None:
         nonlocal peak
         while not over.is_set():
-            peak = max(peak, anonymous())
+            peak = max(peak, measure_anonymous())
             time.sleep(0.005)
 
     watching = threading.Thread(target=watch)
@@ -106,7 +106,7 @@ def measure(small: Path, large: Path, label: str, told: Any) -> None:
     merge(large, label)
     over.set()
     watching.join()
-    told.put(
+    queue.put(
         {"method": label, "peak_mb": round((peak - start) / 1e6), "seconds": round(time.monotonic() - begun, 1)}
     )
 
@@ -117,35 +117,35 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=2048)
     parser.add_argument("--experts", type=int, default=4)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--methods", nargs="+", default=list(methods()))
+    parser.add_argument("--methods", nargs="+", default=list(list_methods()))
     parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
-    found = {
-        "date": str(date.today()), "torch": torch.__version__, "experts": given.experts,
-        "threads": torch.get_num_threads(), "matrix": [given.rows, given.columns], "dtype": given.dtype,
+    options = parser.parse_args()
+    report = {
+        "date": str(date.today()), "torch": torch.__version__, "experts": options.experts,
+        "threads": torch.get_num_threads(), "matrix": [options.rows, options.columns], "dtype": options.dtype,
         "rows": [],
     }  # fmt: skip
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as place:
-        small, large = Path(place, "small"), Path(place, "large")
-        dtype = getattr(torch, given.dtype)
-        make(small, 64, 48, given.experts, dtype)
-        make(large, given.rows, given.columns, given.experts, dtype)
-        for label in given.methods:
-            told = context.Queue()
-            process = context.Process(target=measure, args=(small, large, label, told))
+    with tempfile.TemporaryDirectory() as folder:
+        small, large = Path(folder, "small"), Path(folder, "large")
+        dtype = getattr(torch, options.dtype)
+        make(small, 64, 48, options.experts, dtype)
+        make(large, options.rows, options.columns, options.experts, dtype)
+        for label in options.methods:
+            queue = context.Queue()
+            process = context.Process(target=measure, args=(small, large, label, queue))
             process.start()
             process.join()
             if process.exitcode:
                 raise SystemExit(f"{label} ended with {process.exitcode}")
-            method, count = methods()[label], FEWER.get(label, given.experts)
-            limit = bound(method, given.rows, given.columns, count, dtype)
-            found["rows"].append(told.get(timeout=10) | {"experts": count, "bound_mb": limit})
+            method, count = list_methods()[label], FEWER.get(label, options.experts)
+            limit = compute_bound(method, options.rows, options.columns, count, dtype)
+            report["rows"].append(queue.get(timeout=10) | {"experts": count, "bound_mb": limit})
             (large / f"merged_{label}").rename(large / "spent")
             shutil.rmtree(large / "spent")
-            print(found["rows"][-1], flush=True)
-            given.out.write_text(json.dumps(found, indent=1) + "\n")
-    above = [row["method"] for row in found["rows"] if row["peak_mb"] > row["bound_mb"]]
+            print(report["rows"][-1], flush=True)
+            options.out.write_text(json.dumps(report, indent=1) + "\n")
+    above = [row["method"] for row in report["rows"] if row["peak_mb"] > row["bound_mb"]]
     if above:
         raise SystemExit(f"above the bound: {', '.join(above)}")
 

@@ -16,8 +16,8 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from compare import copied, inputs
-from make_llama import shapes, write
+from compare import copy_inputs, list_inputs
+from make_llama import list_shapes, write
 
 import mergekit_lab
 from mergekit_lab.merging import DARE, TIES, TaskArithmetic, WeightAverage
@@ -32,7 +32,7 @@ METHODS = {
 
 
 def make(folder: Path, layers: int, device: str) -> None:
-    plan = shapes(layers, 1024, 4096, 32000)
+    plan = list_shapes(layers, 1024, 4096, 32000)
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(shape: tuple[int, ...]) -> torch.Tensor:
@@ -44,8 +44,8 @@ def make(folder: Path, layers: int, device: str) -> None:
         noises = ((name, value, draw(plan[name])) for name, value in base.items())
         moved = ((name, (v.float() + 2e-3 * n * n.abs()).bfloat16().cpu()) for name, v, n in noises)
         write(folder / f"expert_{t}", moved, 256 << 20)
-    for place in folder.iterdir():
-        (place / "config.json").write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": False}))
+    for model in folder.iterdir():
+        (model / "config.json").write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": False}))
 
 
 def main() -> None:
@@ -55,34 +55,34 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
-    if not given.folder.is_dir():
-        make(given.folder, given.layers, given.device)
-    size = sum(file.stat().st_size for file in inputs(given.folder))
-    copy = min(copied(given.folder, given.folder / "copy") for _ in range(given.repeats))
+    options = parser.parse_args()
+    if not options.folder.is_dir():
+        make(options.folder, options.layers, options.device)
+    size = sum(file.stat().st_size for file in list_inputs(options.folder))
+    copy = min(copy_inputs(options.folder, options.folder / "copy") for _ in range(options.repeats))
     report = {
         "date": str(date.today()),
-        "card": torch.cuda.get_device_name() if given.device != "cpu" else f"{os.cpu_count()} cores",
+        "card": torch.cuda.get_device_name() if options.device != "cpu" else f"{os.cpu_count()} cores",
         "torch": torch.__version__,
         "command": "experiments/merge_engine/throughput.py",
         "input_gb": round(size / 1e9, 2),
         "copy_seconds": round(copy, 3),
         "rows": [],
     }
-    base, experts = given.folder / "base", sorted(given.folder.glob("expert_*"))
+    base, experts = options.folder / "base", sorted(options.folder.glob("expert_*"))
     for label, method in METHODS.items():
         times = []
-        for _ in range(given.repeats + 1):
+        for _ in range(options.repeats + 1):
             begun = time.perf_counter()
             mergekit_lab.merge(
-                base, experts, given.folder / "merged", method, device=given.device, overwrite=True
+                base, experts, options.folder / "merged", method, device=options.device, overwrite=True
             )
             times.append(time.perf_counter() - begun)
         best = min(times[1:])
         row = {"method": label, "seconds": round(best, 3), "share_of_copy": round(copy / best, 2)}
         report["rows"].append(row)
         print(copy, row, flush=True)
-        given.out.write_text(json.dumps(report, indent=1))
+        options.out.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ ARMS: dict[str, tuple[Callable[..., Any], float]] = {
 """Optimizer, and how many times the steps. `mergopt_gaussian` has the standard deviation of `mergopt`."""
 
 
-class Bench:
+class JobBench:
     """The model, its tasks, and a job's results, which are written as they come."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -66,7 +66,7 @@ class Bench:
         compute = "bfloat16" if self.device.type == "cuda" else "float32"
         self.backbone = LanguageModel(source=options.source, max_length=options.length, precision=compute)
         folder = str(options.data.resolve())
-        self.tasks: dict[str, TextTask] = {name: task(name, folder, options) for name in options.tasks}
+        self.tasks: dict[str, TextTask] = {name: make_task(name, folder, options) for name in options.tasks}
         self.objectives: dict[str, Objective] = {
             n: self.backbone.make_objective(t).to(self.device) for n, t in self.tasks.items()
         }
@@ -89,15 +89,15 @@ class Bench:
         partial_file.write_text(json.dumps(self.found))
         partial_file.replace(self.file)
 
-    def value(
+    def evaluate(
         self, state: Mapping[str, Tensor], tasks: tuple[str, ...] | list[str], part: Any
     ) -> dict[str, float]:
         """Accuracy by task, by the likelihood of each choice or, for numbers, by decoding."""
         self.model.load_state_dict(state)
         return {n: score(self.model, self.objectives[n], part, batch_size=256).value for n in tasks}
 
-    def experts(self, make: Callable[..., Any], seed: int, steps: int) -> dict[str, State]:
-        made, curves, times, own = {}, {}, {}, {}
+    def train_experts(self, make: Callable[..., Any], seed: int, steps: int) -> dict[str, State]:
+        states, curves, times, own = {}, {}, {}, {}
         for name, objective in self.objectives.items():
             model = self.backbone.make_model().train()
             module = FinetuneModule(
@@ -114,42 +114,42 @@ class Bench:
             begun = time.monotonic()
             trainer.fit(module, data)
             times[name] = round((time.monotonic() - begun) / steps, 4)
-            made[name] = {n: t.detach().to(self.device) for n, t in model.state_dict().items()}
+            states[name] = {n: t.detach().to(self.device) for n, t in model.state_dict().items()}
             curves[name] = [round(point["train_loss"], 4) for point in module.curve]
-            own[name] = self.value(made[name], [name], "test")[name]
+            own[name] = self.evaluate(states[name], [name], "test")[name]
             objective.to(self.device)
             del trainer, module, model, data
             torch.cuda.empty_cache()
             self.note(experts=own, loss=curves, seconds_a_step=times)
-        return made
+        return states
 
-    def vectors(self, experts: Mapping[str, State], histogram: bool) -> None:
+    def describe_vectors(self, experts: Mapping[str, State], histogram: bool) -> None:
         """How large and how alike task vectors are, and which distribution their entries follow."""
         flat = {t: torch.cat([(s[n] - self.base[n]).flatten() for n in s]) for t, s in experts.items()}
-        found: dict[str, Any] = {
+        fits: dict[str, Any] = {
             "mean_absolute": {t: float(v.abs().mean()) for t, v in flat.items()},
             "norm": {t: float(v.norm()) for t, v in flat.items()},
             "cosine": {f"{a}+{b}": float(flat[a] @ flat[b] / flat[a].norm() / flat[b].norm())
                        for a, b in combinations(flat, 2)},
         }  # fmt: skip
-        for kind in ("laplace", "gaussian"):
-            found[kind] = {t: asdict(fit_offset([v], kind)) for t, v in flat.items()}
+        for distribution in ("laplace", "gaussian"):
+            fits[distribution] = {t: asdict(fit_offset([v], distribution)) for t, v in flat.items()}
         if histogram:
             edges = 1.2e-3
-            found["histogram"] = {
+            fits["histogram"] = {
                 "edge": edges,
                 "counts": {t: torch.histc(v, 240, -edges, edges).int().tolist() for t, v in flat.items()},
             }
-        self.note(vectors=found)
+        self.note(vectors=fits)
 
-    def merges(self, experts: Mapping[str, State], fishers: bool) -> None:
+    def merge_all(self, experts: Mapping[str, State], fishers: bool) -> None:
         """Every method's merge, the coefficients of a merge that is done once, and what needs Fishers third."""
         names = list(experts)
-        found: dict[str, Any] = dict(self.found.get("mergers", {}))
-        if "average" not in found:
-            average = self.merged(experts, WeightAverage())
-            found["average"] = {"test": self.value(average, names, "test")}
-            self.note(mergers=found)
+        mergers: dict[str, Any] = dict(self.found.get("mergers", {}))
+        if "average" not in mergers:
+            average = self.merge(experts, WeightAverage())
+            mergers["average"] = {"test": self.evaluate(average, names, "test")}
+            self.note(mergers=mergers)
         methods: dict[str, tuple[Any, tuple[float, ...]]] = {
             "task_arithmetic": (TaskArithmetic(coefficient=1.0), ALPHAS),
             "epimer": (EpiMer(coefficient=1.0, normalize="trace"), COARSE),
@@ -158,36 +158,39 @@ class Bench:
             "dare": (DARE(inner=TaskArithmetic(coefficient=1.0)), COARSE[:4]),
         }
         for label, (method, alphas) in methods.items():
-            if label in found or (label == "epimer" and not fishers):
+            if label in mergers or (label == "epimer" and not fishers):
                 continue
-            statistics = {"fisher": self.fishers(experts)} if label == "epimer" else None
+            statistics = {"fisher": self.compute_fishers(experts)} if label == "epimer" else None
             begun = time.monotonic()
-            unit = self.merged(experts, method, statistics)
+            unit = self.merge(experts, method, statistics)
             seconds = time.monotonic() - begun
             del statistics
             also = (0.3, 0.6) if label == "task_arithmetic" else (1.0,)
-            found[label] = self.searched(unit, names, alphas, also) | {"merge_seconds": round(seconds, 2)}
+            mergers[label] = self.search(unit, names, alphas, also) | {"merge_seconds": round(seconds, 2)}
             if label == "tsvm":
                 chosen = self.with_choices(names)
-                found[label]["beyond"] = {a: self.value(self.at(unit, a), chosen, "validation") for a in BEYOND}
-            self.note(mergers=found)
+                mergers[label]["beyond"] = {
+                    a: self.evaluate(self.interpolate(unit, a), chosen, "validation") for a in BEYOND
+                }
+            self.note(mergers=mergers)
 
-    def merged(self, experts: Mapping[str, State], method: Any, statistics: Any = None) -> State:
+    def merge(self, experts: Mapping[str, State], method: Any, statistics: Any = None) -> State:
         return merge_state_dicts(self.base, experts, method, statistics=statistics or {}, device=self.device)
 
-    def at(self, unit: State, alpha: float) -> State:
+    def interpolate(self, unit: State, alpha: float) -> State:
         return {n: self.base[n] + alpha * (t.to(self.device) - self.base[n]) for n, t in unit.items()}
 
-    def searched(self, unit: State, names: Any, alphas: tuple[float, ...], also: tuple[float, ...] = ()) -> Any:
+    def search(self, unit: State, names: Any, alphas: tuple[float, ...], also: tuple[float, ...] = ()) -> Any:
         """The validation curve, test at its best coefficient, and test at coefficients fixed in advance.
 
         The curve is that of the tasks with choices, and so is the best; decoding takes as long as all of them.
         """
         chosen = self.with_choices(names)
-        curve = {alpha: self.value(self.at(unit, alpha), chosen, "validation") for alpha in alphas}
+        curve = {alpha: self.evaluate(self.interpolate(unit, alpha), chosen, "validation") for alpha in alphas}
         best = max(curve, key=lambda a: sum(curve[a].values()))
         test = {
-            alpha: self.value(self.at(unit, alpha), names, "test") for alpha in dict.fromkeys((best, *also))
+            alpha: self.evaluate(self.interpolate(unit, alpha), names, "test")
+            for alpha in dict.fromkeys((best, *also))
         }
         return {"curve": curve, "best": best, "test": test[best], "fixed": {a: test[a] for a in also}}
 
@@ -195,19 +198,19 @@ class Bench:
         """Those of the tasks that are answered by the likeliest choice; all, if none is."""
         return [n for n in names if self.tasks[n].choices is not None] or list(names)
 
-    def groups(self, experts: Mapping[str, State]) -> None:
+    def merge_groups(self, experts: Mapping[str, State]) -> None:
         """Fewer experts, by task arithmetic: the first ones of the suite, and the last ones."""
-        found, names = dict(self.found.get("groups", {})), list(experts)
+        groups, names = dict(self.found.get("groups", {})), list(experts)
         for size in (2, 4, 6):
             for group in (names[:size], names[-size:]) if size < len(names) else ():
-                if "+".join(group) in found:
+                if "+".join(group) in groups:
                     continue
-                unit = self.merged({n: experts[n] for n in group}, TaskArithmetic(coefficient=1.0))
-                found["+".join(group)] = self.searched(unit, group, COARSE, (0.3,))
-        self.note(groups=found)
+                unit = self.merge({n: experts[n] for n in group}, TaskArithmetic(coefficient=1.0))
+                groups["+".join(group)] = self.search(unit, group, COARSE, (0.3,))
+        self.note(groups=groups)
 
-    def fishers(self, experts: Mapping[str, State]) -> list[State]:
-        made = []
+    def compute_fishers(self, experts: Mapping[str, State]) -> list[State]:
+        fishers = []
         begun = time.monotonic()
         for name, state in experts.items():
             self.model.load_state_dict(state)
@@ -219,13 +222,13 @@ class Bench:
             batches = (
                 to_device(objective.make_batch("train", index), self.device) for index in drawn.split(16)
             )
-            found = diagonal_fisher(self.model, batches, causal=True, chunk=16)
-            made.append({n: found[n].cpu() for n in state})
+            fisher = diagonal_fisher(self.model, batches, causal=True, chunk=16)
+            fishers.append({n: fisher[n].cpu() for n in state})
         self.note(fisher_seconds=round(time.monotonic() - begun, 1))
-        return made
+        return fishers
 
 
-def task(name: str, folder: str, options: argparse.Namespace) -> TextTask:
+def make_task(name: str, folder: str, options: argparse.Namespace) -> TextTask:
     rows = TextFile(name=name, source=f"{folder}/{name}").load_samples("train").answers
     choices = tuple(sorted(set(rows))) if len(set(rows)) <= 20 else None
     sizes = {"train": options.train, "validation": options.validation, "test": options.test}
@@ -233,23 +236,23 @@ def task(name: str, folder: str, options: argparse.Namespace) -> TextTask:
                     metric="accuracy")  # fmt: skip
 
 
-def run_job(bench: Bench, arm: str, seed: int) -> None:
+def run_job(bench: JobBench, arm: str, seed: int) -> None:
     """Train an arm's experts, merge and measure them; "mixed" and "zero_shot" train none."""
     bench.begin(f"{arm}-{seed}")
     options = bench.options
     kept = options.work / "experts"
     if arm == "zero_shot":
-        bench.note(test=bench.value(bench.base, list(bench.tasks), "test"), done=True)
+        bench.note(test=bench.evaluate(bench.base, list(bench.tasks), "test"), done=True)
         return
     if arm == "mixed":
         both = {a: torch.load(kept / f"{a}-{seed}.pt", map_location=bench.device) for a in ("adamw", "mergopt")}
-        found = {}
+        scores = {}
         names = list(bench.tasks)
         for count in (2, 5):
             experts = {n: both["mergopt" if i < count else "adamw"][n] for i, n in enumerate(names)}
-            unit = bench.merged(experts, TaskArithmetic(coefficient=1.0))
-            found[f"{count} of {len(names)} by mergopt"] = bench.searched(unit, names, COARSE, (0.3, 0.6))
-        bench.note(mixed=found, done=True)
+            unit = bench.merge(experts, TaskArithmetic(coefficient=1.0))
+            scores[f"{count} of {len(names)} by mergopt"] = bench.search(unit, names, COARSE, (0.3, 0.6))
+        bench.note(mixed=scores, done=True)
         return
     make, factor = ARMS[arm]
     if arm == "mergopt_fit":
@@ -260,14 +263,14 @@ def run_job(bench: Bench, arm: str, seed: int) -> None:
         del pilots
     if arm.startswith("mergopt"):
         make = partial(make, seed=seed)
-    experts = bench.experts(make, seed, int(options.steps * factor))
+    experts = bench.train_experts(make, seed, int(options.steps * factor))
     if arm in ("adamw", "mergopt"):
         kept.mkdir(exist_ok=True)
         torch.save(experts, kept / f"{arm}-{seed}.partial")
         (kept / f"{arm}-{seed}.partial").replace(kept / f"{arm}-{seed}.pt")
-    bench.merges(experts, fishers=arm in WITH_FISHERS and options.fisher > 0)
+    bench.merge_all(experts, fishers=arm in WITH_FISHERS and options.fisher > 0)
     if (arm, seed) in GROUPED:
-        bench.groups(experts)
+        bench.merge_groups(experts)
     if "vectors" not in bench.found:
-        bench.vectors(experts, histogram=seed == 0 and arm in ("adamw", "mergopt"))
+        bench.describe_vectors(experts, histogram=seed == 0 and arm in ("adamw", "mergopt"))
     bench.note(done=True)

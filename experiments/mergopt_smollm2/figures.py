@@ -20,81 +20,83 @@ CHOICE = ("r8", "newsgroups", "tweets", "spam", "wordnet", "reviews")
 MERGERS = ("average", "task_arithmetic", "ties", "dare", "tsvm", "epimer")
 
 
-def six(values: dict[str, float]) -> float:
+def average_six(values: dict[str, float]) -> float:
     """Percent, mean over the six tasks."""
     return 100 * mean(values[t] for t in CHOICE if t in values)
 
 
-def seeds(arms: dict, arm: str) -> dict[int, dict]:
+def select_seeds(arms: dict, arm: str) -> dict[int, dict]:
     """What was found of an optimizer, by seed."""
-    found = {int(n.rpartition("-")[2]): a for n, a in arms.items() if n.rpartition("-")[0] == arm}
-    return {s: a for s, a in sorted(found.items()) if "experts" in a}
+    runs = {int(n.rpartition("-")[2]): a for n, a in arms.items() if n.rpartition("-")[0] == arm}
+    return {s: a for s, a in sorted(runs.items()) if "experts" in a}
 
 
-def cell(values: list[float]) -> str:
+def format_cell(values: list[float]) -> str:
     if not values:
         return "–"
     return f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")
 
 
-def decoded(runs: dict[int, dict]) -> list[str]:
+def tabulate_decoded(runs: dict[int, dict]) -> list[str]:
     """Percent of `stories`, of its expert and two merges."""
     own = [100 * a["experts"]["stories"] for a in runs.values() if "stories" in a["experts"]]
     merged = [
-        [100 * a["mergers"][m]["test"]["stories"] for a in runs.values() if "stories" in _test(a, m)]
+        [100 * a["mergers"][m]["test"]["stories"] for a in runs.values() if "stories" in get_test(a, m)]
         for m in ("average", "tsvm")
     ]
-    return [cell(own), *map(cell, merged)]
+    return [format_cell(own), *map(format_cell, merged)]
 
 
-def _test(arm: dict, merger: str) -> dict[str, float]:
+def get_test(arm: dict, merger: str) -> dict[str, float]:
     return arm.get("mergers", {}).get(merger, {}).get("test", {})
 
 
-def best(entry: dict) -> float:
+def find_best(entry: dict) -> float:
     """The coefficient that is best on validation over the six tasks."""
-    return float(max(entry["curve"], key=lambda a: six(entry["curve"][a])))
+    return float(max(entry["curve"], key=lambda a: average_six(entry["curve"][a])))
 
 
 def main() -> None:
     arms = json.loads((HERE / "results.json").read_text())["arms"]
     names = list(dict.fromkeys(n.rpartition("-")[0] for n in arms))
-    print(f"zero-shot: {six(arms['zero_shot-0']['test']):.1f}")
+    print(f"zero-shot: {average_six(arms['zero_shot-0']['test']):.1f}")
     print("| optimizer | seeds | experts | " + " | ".join(MERGERS) + " | stories: experts | average | TSV-M |")
     print("|---|---:|" + "---:|" * (len(MERGERS) + 4))
     for arm in names:
-        runs = seeds(arms, arm)
+        runs = select_seeds(arms, arm)
         if not runs:
             continue
-        whole = [six(a["experts"]) for a in runs.values() if set(CHOICE) <= set(a["experts"])]
+        whole = [average_six(a["experts"]) for a in runs.values() if set(CHOICE) <= set(a["experts"])]
         cells = [
-            cell([six(a["mergers"][m]["test"]) for a in runs.values() if m in a.get("mergers", {})])
+            format_cell(
+                [average_six(a["mergers"][m]["test"]) for a in runs.values() if m in a.get("mergers", {})]
+            )
             for m in MERGERS
         ]
-        cells += decoded(runs)
-        print(f"| {arm} | {len(runs)} | {cell(whole)} | " + " | ".join(cells) + " |")
+        cells += tabulate_decoded(runs)
+        print(f"| {arm} | {len(runs)} | {format_cell(whole)} | " + " | ".join(cells) + " |")
     print("\nbest coefficients on validation, task arithmetic and TSV-M:")
     for arm in names:
-        found = [a["mergers"] for a in seeds(arms, arm).values() if "tsvm" in a.get("mergers", {})]
-        print(arm, [best(m["task_arithmetic"]) for m in found], [best(m["tsvm"]) for m in found])
+        of_arm = [a["mergers"] for a in select_seeds(arms, arm).values() if "tsvm" in a.get("mergers", {})]
+        print(arm, [find_best(m["task_arithmetic"]) for m in of_arm], [find_best(m["tsvm"]) for m in of_arm])
     print("\nTSV-M on validation beyond the grid:")
     for name, arm in arms.items():
         entry = arm.get("mergers", {}).get("tsvm", {})
         if "beyond" in entry:
             curve = entry["curve"] | entry["beyond"]
-            print(name, {a: round(six(v), 1) for a, v in curve.items()})
+            print(name, {a: round(average_six(v), 1) for a, v in curve.items()})
     print("\ngroups:")
     for name, arm in arms.items():
         for group, entry in arm.get("groups", {}).items():
-            print(name, group.count("+") + 1, group, f"{six(entry['test']):.1f}")
+            print(name, group.count("+") + 1, group, f"{average_six(entry['test']):.1f}")
     print("\nmixed:")
     for name, arm in arms.items():
-        for kind, entry in arm.get("mixed", {}).items():
+        for mixture, entry in arm.get("mixed", {}).items():
             print(
                 name,
-                kind,
-                f"{six(entry['test']):.1f}",
-                {a: round(six(v), 1) for a, v in entry["fixed"].items()},
+                mixture,
+                f"{average_six(entry['test']):.1f}",
+                {a: round(average_six(v), 1) for a, v in entry["fixed"].items()},
             )
     vectors = {n: a["vectors"] for n, a in arms.items() if "vectors" in a}
     print("\ntask vectors: mean absolute value, cosine, K-S and log-likelihood of both fits")
@@ -111,17 +113,17 @@ def main() -> None:
 def draw(arms: dict) -> None:
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8))
     for arm in ("adamw", "mergopt", "mergopt_b5e-3", "asam", "sgd"):
-        found = [a["mergers"] for a in seeds(arms, arm).values() if "tsvm" in a.get("mergers", {})]
-        if not found:
+        runs = [a["mergers"] for a in select_seeds(arms, arm).values() if "tsvm" in a.get("mergers", {})]
+        if not runs:
             continue
         for panel, merger in ((left, "task_arithmetic"), (middle, "tsvm")):
-            alphas = list(found[0][merger]["curve"])
-            values = [mean(six(f[merger]["curve"][a]) for f in found) for a in alphas]
-            label = f"{arm} ({len(found)} seed{'s' if len(found) > 1 else ''})"
+            alphas = list(runs[0][merger]["curve"])
+            values = [mean(average_six(f[merger]["curve"][a]) for f in runs) for a in alphas]
+            label = f"{arm} ({len(runs)} seed{'s' if len(runs) > 1 else ''})"
             panel.plot([float(a) for a in alphas], values, marker="o", ms=3, label=label)
     for panel, title in ((left, "task arithmetic"), (middle, "TSV-M")):
         panel.set(title=title, xlabel="α", ylabel="accuracy on validation (%)")
-        panel.axhline(six(arms["zero_shot-0"]["test"]), color="gray", lw=0.8, ls=":")
+        panel.axhline(average_six(arms["zero_shot-0"]["test"]), color="gray", lw=0.8, ls=":")
     left.legend(fontsize=7)
     vectors = arms["adamw-0"]["vectors"]
     edge, counts = vectors["histogram"]["edge"], vectors["histogram"]["counts"]["newsgroups"]

@@ -44,44 +44,48 @@ class Comparisons(TextTask):
         return TextSamples(tuple(f"Which is larger, {a} or {b}?" for a, b in pairs), answers)
 
 
-def seconds(device: torch.device, work: Callable[[], Any]) -> tuple[float, Any]:
+def measure_seconds(device: torch.device, work: Callable[[], Any]) -> tuple[float, Any]:
     """Of something done once, and what it gave."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     begun = time.perf_counter()
-    found = work()
+    answer = work()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - begun, found
+    return time.perf_counter() - begun, answer
 
 
-def answering(backbone: LanguageModel, model: torch.nn.Module, task: TextTask, options: Any) -> dict[str, Any]:
+def measure_answering(
+    backbone: LanguageModel, model: torch.nn.Module, task: TextTask, options: Any
+) -> dict[str, Any]:
     device = options.device
     objective = backbone.make_objective(task).to(device)
-    tokenizing, encoded = seconds(device, lambda: objective.encode("test"))  # type: ignore[attr-defined]
+    tokenizing, encoded = measure_seconds(device, lambda: objective.encode("test"))  # type: ignore[attr-defined]
     few = torch.arange(min(64, options.prompts))
     score(model, objective, "test", index=few, batch_size=options.batch)
-    spent, found = seconds(device, lambda: score(model, objective, "test", batch_size=options.batch))
-    told = {
+    spent, score_alone = measure_seconds(
+        device, lambda: score(model, objective, "test", batch_size=options.batch)
+    )
+    report = {
         "prompts": options.prompts,
         "tokens_a_prompt": round(sum(map(len, encoded.prompts)) / options.prompts, 1),
         "tokenizing_seconds": round(tokenizing, 2),
         "seconds": round(spent, 2),
         "prompts_a_second": round(options.prompts / spent, 1),
-        "accuracy": found.value,
+        "accuracy": score_alone.value,
     }
     if task.choices is None:
         few = few[: options.alone]
         alone = score(model, objective, "test", index=few, batch_size=1).predictions
-        told["same_without_padding"] = [
-            sum(a == b for a, b in zip(alone, found.predictions, strict=False)),
+        report["same_without_padding"] = [
+            sum(a == b for a, b in zip(alone, score_alone.predictions, strict=False)),
             len(few),
         ]
-        told["first_answers"] = alone[:8]
-    return told
+        report["first_answers"] = alone[:8]
+    return report
 
 
-def steps(backbone: LanguageModel, objective: Objective, arm: str, options: Any) -> float:
+def measure_steps(backbone: LanguageModel, objective: Objective, arm: str, options: Any) -> float:
     """Seconds a step of 16 samples, alone on the device; the first ones are left out."""
     device = options.device
     model = backbone.make_model().to(device).train()
@@ -101,7 +105,7 @@ def steps(backbone: LanguageModel, objective: Objective, arm: str, options: Any)
             optimizer.step(closure)
 
     run(options.warmup)
-    spent, _ = seconds(device, lambda: run(options.steps))
+    spent, _ = measure_seconds(device, lambda: run(options.steps))
     return round(spent / options.steps, 4)
 
 
@@ -121,7 +125,7 @@ def main() -> None:
     options.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     compute = "bfloat16" if options.device.type == "cuda" else "float32"
     backbone = LanguageModel(source=options.source, max_length=192, precision=compute)
-    loading, model = seconds(options.device, lambda: backbone.make_model().to(options.device))
+    loading, model = measure_seconds(options.device, lambda: backbone.make_model().to(options.device))
     size = options.prompts
     tasks: dict[str, TextTask] = {
         "label_scoring": Comparisons(size=size),
@@ -136,11 +140,13 @@ def main() -> None:
         "loading_seconds": round(loading, 1),
     }
     for name, task in tasks.items():
-        result[name] = answering(backbone, model, task, options)
+        result[name] = measure_answering(backbone, model, task, options)
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     objective = backbone.make_objective(tasks["generation"]).to(options.device)
     del model
-    result["seconds_a_step"] = {arm: steps(backbone, objective, arm, options) for arm in options.optimizers}
+    result["seconds_a_step"] = {
+        arm: measure_steps(backbone, objective, arm, options) for arm in options.optimizers
+    }
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 

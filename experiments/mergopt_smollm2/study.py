@@ -44,18 +44,18 @@ JOBS = list(dict.fromkeys([
 NEEDS = {"mixed": ("adamw", "mergopt"), "mergopt_fit": ("adamw",)}
 
 
-def missing(arm: str, seed: int, options: argparse.Namespace) -> list[str]:
+def list_missing(arm: str, seed: int, options: argparse.Namespace) -> list[str]:
     """Jobs whose experts this one takes and that are not on disk."""
     wanted = [f"{a}-{seed}" for a in NEEDS.get(arm, ())]
     return [name for name in wanted if not (options.work / "experts" / f"{name}.pt").exists()]
 
 
-def claimed(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
+def claim_jobs(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
     """Jobs nobody has taken, the most important first, until time is up or none is left."""
     while time.time() < options.deadline:
         left = [(a, s) for a, s in options.jobs if not (options.work / f"{a}-{s}.claimed").exists()]
-        ready = [(a, s) for a, s in left if not missing(a, s, options)]
-        if not ready and not (left and busy(options)):
+        ready = [(a, s) for a, s in left if not list_missing(a, s, options)]
+        if not ready and not (left and is_busy(options)):
             return
         for arm, seed in ready:
             try:
@@ -68,68 +68,75 @@ def claimed(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
             time.sleep(1)
 
 
-def busy(options: argparse.Namespace) -> bool:
+def is_busy(options: argparse.Namespace) -> bool:
     """Whether a job is being worked on."""
     for mark in options.work.glob("*.claimed"):
         file = mark.with_suffix(".json")
-        found = json.loads(file.read_text()) if file.exists() else {}
-        if not found.get("done") and "error" not in found:
+        report = json.loads(file.read_text()) if file.exists() else {}
+        if not report.get("done") and "error" not in report:
             return True
     return False
 
 
-def worker(options: argparse.Namespace) -> None:
+def work(options: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     bench = Bench(options)
-    for arm, seed in claimed(options):
+    for arm, seed in claim_jobs(options):
         try:
             run_job(bench, arm, seed)
         except Exception as error:  # one arm's failure is a result too
             file = options.work / f"{arm}-{seed}.json"
-            found = json.loads(file.read_text()) if file.exists() else {"job": f"{arm}-{seed}"}
+            report = json.loads(file.read_text()) if file.exists() else {"job": f"{arm}-{seed}"}
             file.write_text(
-                json.dumps(found | {"error": f"{type(error).__name__}: {error}"[:2000], "done": False})
+                json.dumps(report | {"error": f"{type(error).__name__}: {error}"[:2000], "done": False})
             )
             print(f"{arm}-{seed}: {error}", file=sys.stderr, flush=True)
 
 
-def finished(job: str, arm: dict[str, Any]) -> bool:
+def is_finished(job: str, arm: dict[str, Any]) -> bool:
     """Whether nothing of a job is missing: some were done before more was asked of them."""
     wanted = job.rpartition("-")[0] in WITH_FISHERS
     return bool(arm.get("done")) and (not wanted or "epimer" in arm.get("mergers", {}))
 
 
-def reached(found: dict[str, Any]) -> tuple[bool, int, int]:
+def count_progress(report: dict[str, Any]) -> tuple[bool, int, int]:
     """How far a job came: what was cut does not replace what came further before."""
-    merged = len(found.get("mergers", ())) + len(found.get("groups", ()))
-    return bool(found.get("done")), merged, len(found.get("experts", ()))
+    merged = len(report.get("mergers", ())) + len(report.get("groups", ()))
+    return bool(report.get("done")), merged, len(report.get("experts", ()))
 
 
-def settings(options: argparse.Namespace) -> dict[str, Any]:
+def collect_settings(options: argparse.Namespace) -> dict[str, Any]:
     """What decides the results."""
     sizes = ("steps", "batch", "length", "train", "validation", "test", "fisher")
-    made = {"source": Path(options.source).name, "lr": LR, "weight_decay": DECAY, "tasks": list(options.tasks)}
-    return made | {n: getattr(options, n) for n in sizes}
+    record = {
+        "source": Path(options.source).name,
+        "lr": LR,
+        "weight_decay": DECAY,
+        "tasks": list(options.tasks),
+    }
+    return record | {n: getattr(options, n) for n in sizes}
 
 
 def collect(options: argparse.Namespace, old: dict[str, Any]) -> dict[str, Any]:
     arms = dict(old.get("arms", {}))
     for file in sorted(options.work.glob("*.json")):
-        found = json.loads(file.read_text())
-        if reached(found) >= reached(arms.get(found["job"], {})):
-            arms[found["job"]] = found
+        report = json.loads(file.read_text())
+        if count_progress(report) >= count_progress(arms.get(report["job"], {})):
+            arms[report["job"]] = report
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    made = {**settings(options), "card": card, "gpus": options.gpus, "processes_a_gpu": options.workers,
-            "date": str(date.today()), "torch": torch.__version__}  # fmt: skip
-    result = {"made": [*[m for m in old.get("made", []) if m != made], made], "arms": arms}
+    setup = collect_settings(options) | {
+        "card": card, "gpus": options.gpus, "processes_a_gpu": options.workers,
+        "date": str(date.today()), "torch": torch.__version__,
+    }  # fmt: skip
+    result = {"made": [*[m for m in old.get("made", []) if m != setup], setup], "arms": arms}
     partial_file = options.out.with_suffix(".partial")
     partial_file.write_text(json.dumps(result, indent=None))
     partial_file.replace(options.out)
     return result
 
 
-def arguments() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="results; what is in them is not done again")
     parser.add_argument("--earlier", type=Path, help="results of an earlier call, if not at --out")
@@ -152,56 +159,56 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def jobs_left(options: argparse.Namespace) -> list[tuple[str, int]]:
+def list_jobs_left(options: argparse.Namespace) -> list[tuple[str, int]]:
     """Those of the jobs asked for that are not finished, and those whose experts another one needs again."""
-    over = {name for name, arm in options.kept.items() if finished(name, arm)}
+    over = {name for name, arm in options.kept.items() if is_finished(name, arm)}
     known = {f"{arm}-{seed}": (arm, seed) for arm, seed in JOBS}
     wanted = [known[name] for name in options.jobs or known]
     for arm, seed in wanted:
         if f"{arm}-{seed}" not in over:
-            over -= set(missing(arm, seed, options))  # whose experts are gone is trained again
+            over -= set(list_missing(arm, seed, options))  # whose experts are gone is trained again
     return [(a, s) for a, s in wanted if f"{a}-{s}" not in over]
 
 
-def started(options: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
+def start_processes(options: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
     """The processes, each of which sees one GPU; what they are to do stands in a file."""
     plan = options.work / "plan"
     plan.write_text(json.dumps({n: str(v) if isinstance(v, Path) else v for n, v in vars(options).items()}))
     processes = []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(options.gpus)))
     for slot in range(max(1, options.gpus) * options.workers):
-        place = {"CUDA_VISIBLE_DEVICES": visible.split(",")[slot % options.gpus]} if options.gpus else {}
+        environment = {"CUDA_VISIBLE_DEVICES": visible.split(",")[slot % options.gpus]} if options.gpus else {}
         command = [sys.executable, __file__, "--out", str(options.out), "--worker", str(plan)]
-        processes.append(subprocess.Popen(command, env={**os.environ, **place}))
+        processes.append(subprocess.Popen(command, env={**os.environ, **environment}))
     return processes
 
 
-def planned(plan: dict[str, Any]) -> argparse.Namespace:
+def read_plan(plan: dict[str, Any]) -> argparse.Namespace:
     """The options of the call that started this process."""
     return argparse.Namespace(**{n: Path(v) if n in ("out", "work", "data") else v for n, v in plan.items()})
 
 
 def main() -> None:
-    parser = arguments()
+    parser = make_parser()
     options = parser.parse_args()
     if options.worker:
-        worker(planned(json.loads(Path(options.worker).read_text())))
+        work(read_plan(json.loads(Path(options.worker).read_text())))
         return
     options.data = options.data or find_data_folder("text7")
     options.work.mkdir(parents=True, exist_ok=True)
     options.gpus = torch.cuda.device_count()
     earlier = options.earlier or options.out
     old = json.loads(earlier.read_text()) if earlier.exists() else {}
-    for made in old.get("made", []):
-        other = [n for n, v in settings(options).items() if made.get(n) != v]
+    for earlier_setup in old.get("made", []):
+        other = [n for n, v in collect_settings(options).items() if earlier_setup.get(n) != v]
         if other:
             parser.error(f"{earlier} is of another {', '.join(other)}: name another file with --out")
     options.kept = old.get("arms", {})
-    options.jobs = jobs_left(options)
+    options.jobs = list_jobs_left(options)
     for mark in options.work.glob("*.claimed"):
         mark.rmdir()
     options.deadline = time.time() + options.seconds
-    processes = started(options)
+    processes = start_processes(options)
     while any(p.poll() is None for p in processes):
         time.sleep(2)
         collect(options, old)

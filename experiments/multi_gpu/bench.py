@@ -21,23 +21,23 @@ from statistics import median
 from typing import Any
 
 import torch
-from rows import Rows
+from rows import PartRows
 from torch import Tensor
-from training import ddp, fsdp
+from training import measure_ddp, measure_fsdp
 
 
-def sweep(given: argparse.Namespace, rows: Rows) -> None:
-    rows.add(f"8 experts, {len(given.devices)} devices", lambda: _sweep(given))
+def sweep(options: argparse.Namespace, rows: PartRows) -> None:
+    rows.add(f"8 experts, {len(options.devices)} devices", lambda: _run_sweep(options))
 
 
-def _sweep(given: argparse.Namespace) -> dict[str, Any]:
-    devices = [f"cuda:{n}" for n in given.devices] if not given.dry else ["cpu"] * 2
-    place = given.out / f"store_{len(devices)}" if given.dry else Path(f"/tmp/sweep_{len(devices)}")
-    seeds = range(2 if given.dry else 8)
+def _run_sweep(options: argparse.Namespace) -> dict[str, Any]:
+    devices = [f"cuda:{n}" for n in options.devices] if not options.dry else ["cpu"] * 2
+    folder = options.out / f"store_{len(devices)}" if options.dry else Path(f"/tmp/sweep_{len(devices)}")
+    seeds = range(2 if options.dry else 8)
     command = [
         *(sys.executable, "-m", "mergekit_lab", "-m", "hydra/launcher=local"),
         f"hydra.launcher.devices=[{','.join(devices)}]",
-        *_expert(given, place),
+        *_list_expert_settings(options, folder),
         f"seed={','.join(map(str, seeds))}",
     ]
     begun = time.perf_counter()
@@ -46,62 +46,66 @@ def _sweep(given: argparse.Namespace) -> dict[str, Any]:
     jobs = [float(s) for s in re.findall(r"^#\d+ on \S+ done in ([\d.]+) s", done.stdout, re.MULTILINE)]
     if len(jobs) < len(seeds):
         raise RuntimeError((done.stdout + done.stderr)[-400:])
-    return {"wall_seconds": round(wall, 2), "job_seconds": jobs, "training_seconds": _trained(place)}
+    return {
+        "wall_seconds": round(wall, 2),
+        "job_seconds": jobs,
+        "training_seconds": _read_training_seconds(folder),
+    }
 
 
-def _expert(given: argparse.Namespace, place: Path) -> list[str]:
+def _list_expert_settings(options: argparse.Namespace, folder: Path) -> list[str]:
     """The settings of one expert of one task, for `python -m mergekit_lab`."""
-    backbone = [f"backbone={given.backbone}", "backbone.weights=null"] if given.backbone else []
+    backbone = [f"backbone={options.backbone}", "backbone.weights=null"] if options.backbone else []
     return [
         *("+experiment=quickstart", "stage=finetune", "joint=false", "progress=false"),
         *("~suite.tasks.mnist", "~suite.tasks.style", "~suite.tasks.digits"),
-        *(f"training.steps={given.steps}", f"store.root={place}/store", f"run_dir={place}/run"),
-        *(["training.warmup_steps=1", "trainer.accelerator=cpu"] if given.dry else []),
+        *(f"training.steps={options.steps}", f"store.root={folder}/store", f"run_dir={folder}/run"),
+        *(["training.warmup_steps=1", "trainer.accelerator=cpu"] if options.dry else []),
         *backbone,
     ]
 
 
-def _trained(place: Path) -> list[float]:
+def _read_training_seconds(folder: Path) -> list[float]:
     """Seconds that each training in the store there took."""
-    made = Path(place, "store/experts").glob("*/manifest.json")
-    return [json.loads(m.read_text())["info"]["wall_seconds"] for m in made]
+    manifests = Path(folder, "store/experts").glob("*/manifest.json")
+    return [json.loads(m.read_text())["info"]["wall_seconds"] for m in manifests]
 
 
-def beside(given: argparse.Namespace, rows: Rows) -> None:
+def train_beside(options: argparse.Namespace, rows: PartRows) -> None:
     """What a host loses where trainings run at once that have nothing in common: what a sweep cannot win."""
-    for count in (1, len(given.devices)):
-        rows.add(f"trainings at once: {count}", partial(_beside, given, count))
+    for count in (1, len(options.devices)):
+        rows.add(f"trainings at once: {count}", partial(_measure_beside, options, count))
 
 
-def _beside(given: argparse.Namespace, count: int) -> dict[str, Any]:
-    places = [
-        given.out / f"beside_{count}_{n}" if given.dry else Path(f"/tmp/beside_{count}_{n}")
+def _measure_beside(options: argparse.Namespace, count: int) -> dict[str, Any]:
+    folders = [
+        options.out / f"beside_{count}_{n}" if options.dry else Path(f"/tmp/beside_{count}_{n}")
         for n in range(count)
     ]
     running = []
-    for place, device in zip(places, given.devices, strict=False):
-        command = [sys.executable, "-m", "mergekit_lab", *_expert(given, place)]
+    for folder, device in zip(folders, options.devices, strict=False):
+        command = [sys.executable, "-m", "mergekit_lab", *_list_expert_settings(options, folder)]
         seen = {**os.environ, "CUDA_VISIBLE_DEVICES": str(device)}
         running.append(subprocess.Popen(command, env=seen, stdout=subprocess.DEVNULL))
     codes = [process.wait() for process in running]
     if any(codes):
         raise RuntimeError("a training failed; what it said stands above")
-    return {"training_seconds": [seconds for place in places for seconds in _trained(place)]}
+    return {"training_seconds": [seconds for folder in folders for seconds in _read_training_seconds(folder)]}
 
 
-def run(given: argparse.Namespace, rows: Rows) -> None:
-    rows.add(f"8 tasks, {len(given.devices)} devices", lambda: _run(given))
+def run(options: argparse.Namespace, rows: PartRows) -> None:
+    rows.add(f"8 tasks, {len(options.devices)} devices", lambda: _run(options))
 
 
-def _run(given: argparse.Namespace) -> dict[str, Any]:
+def _run(options: argparse.Namespace) -> dict[str, Any]:
     """Experts, Fishers, coefficient searches and evaluations; what each kind took, summed over devices."""
-    devices = [f"cuda:{n}" for n in given.devices] if not given.dry else ["cpu"] * 2
-    place = given.out / "run_store" if given.dry else Path(f"/tmp/run_{len(devices)}")
+    devices = [f"cuda:{n}" for n in options.devices] if not options.dry else ["cpu"] * 2
+    folder = options.out / "run_store" if options.dry else Path(f"/tmp/run_{len(devices)}")
     command = [
         *(sys.executable, "-m", "mergekit_lab", "+experiment=quickstart", "joint=false", "progress=false"),
-        *(f"device=[{','.join(devices)}]", f"store.root={place}/store", f"run_dir={place}/run"),
-        *(["training.steps=2", "training.warmup_steps=1", "search.coefficients=[0.3]"] if given.dry else []),
-        *([] if given.dry else ["suite=glyphs8", f"training.steps={given.steps}"]),
+        *(f"device=[{','.join(devices)}]", f"store.root={folder}/store", f"run_dir={folder}/run"),
+        *(["training.steps=2", "training.warmup_steps=1", "search.coefficients=[0.3]"] if options.dry else []),
+        *([] if options.dry else ["suite=glyphs8", f"training.steps={options.steps}"]),
     ]
     begun = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True)
@@ -109,34 +113,36 @@ def _run(given: argparse.Namespace) -> dict[str, Any]:
     if done.returncode:
         raise RuntimeError((done.stdout + done.stderr)[-400:])
     busy: dict[str, list[float]] = {}
-    for made in Path(place, "store").glob("*/*/manifest.json"):
-        seconds = json.loads(made.read_text())["info"].get("wall_seconds", 0.0)
-        busy.setdefault(made.parent.parent.name, []).append(seconds)
+    for manifest in Path(folder, "store").glob("*/*/manifest.json"):
+        seconds = json.loads(manifest.read_text())["info"].get("wall_seconds", 0.0)
+        busy.setdefault(manifest.parent.parent.name, []).append(seconds)
     kinds = {kind: {"pieces": len(each), "seconds": round(sum(each), 1)} for kind, each in sorted(busy.items())}
     return {"wall_seconds": round(wall, 2), "kinds": kinds}
 
 
-def merge(given: argparse.Namespace, rows: Rows) -> None:
+def merge(options: argparse.Namespace, rows: PartRows) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "merge_engine"))
     from bench import SHAPES  # experiments/merge_engine
 
     from mergekit_lab.merging import TIES, TSVM, EpiMer
 
     methods = {"tsvm": TSVM(), "epimer": EpiMer(rank=32), "ties": TIES(density=0.2)}
-    every = ["cpu", "cpu"] if given.dry else [f"cuda:{n}" for n in given.devices]
-    for shape in ["tiny"] if given.dry else given.shapes:
+    every = ["cpu", "cpu"] if options.dry else [f"cuda:{n}" for n in options.devices]
+    for shape in ["tiny"] if options.dry else options.shapes:
         plan, experts, dtype, _ = SHAPES[shape]
-        inputs = _inputs(plan, experts, dtype, every[0])
-        for count in [1, 2] if given.dry else given.counts:
+        inputs = _make_inputs(plan, experts, dtype, every[0])
+        for count in [1, 2] if options.dry else options.counts:
             for name, method in methods.items():
                 devices = every[:count]
                 rows.add(
                     f"{shape} {name} {count}",
-                    partial(_merge_row, inputs, method, devices, given.repeats),
+                    partial(_merge_row, inputs, method, devices, options.repeats),
                 )
 
 
-def _inputs(plan: dict[str, Any], experts: int, dtype: torch.dtype, device: str) -> list[dict[str, Tensor]]:
+def _make_inputs(
+    plan: dict[str, Any], experts: int, dtype: torch.dtype, device: str
+) -> list[dict[str, Tensor]]:
     """Base and experts in the host's memory; their squares serve as Fishers."""
     generator = torch.Generator(device).manual_seed(0)
 
@@ -172,7 +178,14 @@ def _merge_row(
     return {"first": seconds[0], "seconds": round(median(seconds[1:]), 4), "digest": digest.hexdigest()}
 
 
-PARTS = {"sweep": sweep, "beside": beside, "run": run, "ddp": ddp, "fsdp": fsdp, "merge": merge}
+PARTS = {
+    "sweep": sweep,
+    "beside": train_beside,
+    "run": run,
+    "ddp": measure_ddp,
+    "fsdp": measure_fsdp,
+    "merge": merge,
+}
 
 
 def main() -> None:
@@ -187,8 +200,8 @@ def main() -> None:
     parser.add_argument("--backbone", help="sweep, beside: with random weights, such as clip_vit_b32")
     parser.add_argument("--label", default=None)
     parser.add_argument("--dry", action="store_true")
-    given = parser.parse_args()
-    PARTS[given.part](given, Rows(given))
+    options = parser.parse_args()
+    PARTS[options.part](options, PartRows(options))
 
 
 if __name__ == "__main__":

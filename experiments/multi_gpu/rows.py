@@ -1,4 +1,4 @@
-"""Rows of measurements in a JSON file, each measured once."""
+"""PartRows of measurements in a JSON file, each measured once."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from typing import Any
 import torch
 
 
-class Rows:
+class PartRows:
     """The rows of one part on one number of cards; each is measured once."""
 
-    def __init__(self, given: argparse.Namespace) -> None:
-        label = given.label or f"{len(given.devices)}gpu"
-        self.file = given.out / f"{given.part}_{label}.json"
+    def __init__(self, options: argparse.Namespace) -> None:
+        label = options.label or f"{len(options.devices)}gpu"
+        self.file = options.out / f"{options.part}_{label}.json"
         self.file.parent.mkdir(parents=True, exist_ok=True)
         if self.file.exists():
             self.content = json.loads(self.file.read_text())
             return
-        card = "cpu" if given.dry else torch.cuda.get_device_name(0)
+        card = "cpu" if options.dry else torch.cuda.get_device_name(0)
         self.content = {
-            "part": given.part,
+            "part": options.part,
             "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "date": datetime.now().isoformat(timespec="seconds"),
             "card": card,
-            "cards": len(given.devices),
+            "cards": len(options.devices),
             "torch": torch.__version__,
             "cores": os.cpu_count(),
             "rows": [],
@@ -42,10 +42,10 @@ class Rows:
             return
         begun = time.perf_counter()
         try:
-            found = measure()
+            values = measure()
         except Exception as error:
-            found = {"error": f"{type(error).__name__}: {error}"[:500]}
-        row = {"name": name, **found, "whole_seconds": round(time.perf_counter() - begun, 2)}
+            values = {"error": f"{type(error).__name__}: {error}"[:500]}
+        row = {"name": name, **values, "whole_seconds": round(time.perf_counter() - begun, 2)}
         print(json.dumps(row), flush=True)
         self.content["rows"].append(row)
         self.file.write_text(json.dumps(self.content, indent=1))

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from rows import Rows
+from rows import PartRows
 from torch import Tensor, nn
 
 from mergekit_lab.optim import ASAM, SAM, MergOPT
@@ -26,14 +26,14 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def ddp(given: argparse.Namespace, rows: Rows) -> None:
-    devices = ["cpu", "cpu"] if given.dry else [f"cuda:{n}" for n in given.devices]
+def measure_ddp(options: argparse.Namespace, rows: PartRows) -> None:
+    devices = ["cpu", "cpu"] if options.dry else [f"cuda:{n}" for n in options.devices]
 
     def measure() -> dict[str, Any]:
-        found = run_together(_ddp_rank, (given.dry, str(rows.file) + "l"), devices)
-        for row in found:
+        rank_rows = run_together(_run_ddp_rank, (options.dry, str(rows.file) + "l"), devices)
+        for row in rank_rows:
             rows.add(row.pop("name"), lambda row=row: row)
-        return {"rows": len(found)}
+        return {"rows": len(rank_rows)}
 
     rows.add("all rows", measure)
 
@@ -46,22 +46,22 @@ def _tell(rank: int, row: dict[str, Any], file: str) -> None:
             lines.write(json.dumps(row) + "\n")
 
 
-def _ddp_rank(dry: bool, file: str) -> list[dict[str, Any]]:
+def _run_ddp_rank(dry: bool, file: str) -> list[dict[str, Any]]:
     import torch.distributed as dist
 
     rank, world, device = _join(dry)
-    found = []
+    rows = []
     try:
         for model in ("glyph-clip",) if dry else ("ViT-B-32-quickgelu", "ViT-B-16-quickgelu"):
             for name, make in OPTIMIZERS.items():
-                row = _ddp_row(model, make, rank, world, device)
+                row = _measure_ddp(model, make, rank, world, device)
                 if model != "ViT-B-16-quickgelu":
                     row |= _as_one_process(model, make, rank, world, device)
-                found.append({"name": f"{model} {name}", **row})
-                _tell(rank, found[-1], file)
+                rows.append({"name": f"{model} {name}", **row})
+                _tell(rank, rows[-1], file)
     finally:
         dist.destroy_process_group()
-    return found
+    return rows
 
 
 def _join(dry: bool) -> tuple[int, int, torch.device]:
@@ -92,13 +92,13 @@ class Batch:
             return nn.functional.cross_entropy(model(self.images[rows]) @ self.head.T, self.labels[rows])
 
 
-def _encoder(name: str, device: torch.device) -> nn.Module:
+def _make_encoder(name: str, device: torch.device) -> nn.Module:
     from mergekit_lab.backbones import OpenClip
 
     return OpenClip(name, None).make_model().to(device).train()
 
 
-def _steps(model: nn.Module, optimizer: Any, loss: Callable[[], Tensor], count: int) -> None:
+def _take_steps(model: nn.Module, optimizer: Any, loss: Callable[[], Tensor], count: int) -> None:
     def closure() -> Tensor:
         optimizer.zero_grad()
         value = loss()
@@ -109,14 +109,14 @@ def _steps(model: nn.Module, optimizer: Any, loss: Callable[[], Tensor], count: 
         optimizer.step(closure)
 
 
-def _ddp_row(name: str, make: Any, rank: int, world: int, device: torch.device) -> dict[str, Any]:
+def _measure_ddp(name: str, make: Any, rank: int, world: int, device: torch.device) -> dict[str, Any]:
     """Images a second at 128 a process in bf16, and whether all ranks have the same bits after every step."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     each, count = (8, 2) if device.type == "cpu" else (128, 15)
     batch = Batch(name, each, device)
-    encoder = _encoder(name, device)
+    encoder = _make_encoder(name, device)
     model = DistributedDataParallel(encoder, device_ids=[rank] if device.type == "cuda" else None)
     optimizer = make(list(encoder.named_parameters()))
     if hasattr(optimizer, "attach"):
@@ -124,19 +124,19 @@ def _ddp_row(name: str, make: Any, rank: int, world: int, device: torch.device) 
     generator = torch.Generator(device).manual_seed(rank)  # every rank has other pictures
     batch.images = torch.randint(0, 256, batch.images.shape, generator=generator, device=device).to(torch.uint8)
 
-    def loss() -> Tensor:
+    def compute_loss() -> Tensor:
         return batch.compute_loss(model, slice(None), True)
 
     equal = []
     for _ in range(3):
-        _steps(model, optimizer, loss, 1)
-        equal.append(_ranks_equal(encoder, world))
+        _take_steps(model, optimizer, compute_loss, 1)
+        equal.append(_are_ranks_equal(encoder, world))
     seconds = []
     for _ in range(3):
         dist.barrier()
         _wait(device)
         begun = time.perf_counter()
-        _steps(model, optimizer, loss, count)
+        _take_steps(model, optimizer, compute_loss, count)
         _wait(device)
         seconds.append((time.perf_counter() - begun) / count)
     best = sorted(seconds)[1]
@@ -147,7 +147,7 @@ def _ddp_row(name: str, make: Any, rank: int, world: int, device: torch.device) 
     }
 
 
-def _ranks_equal(model: nn.Module, world: int) -> bool:
+def _are_ranks_equal(model: nn.Module, world: int) -> bool:
     """By a sum of all bits, which any one that differs changes."""
     import torch.distributed as dist
 
@@ -165,26 +165,26 @@ def _as_one_process(name: str, make: Any, rank: int, world: int, device: torch.d
 
     each = 4 if device.type == "cpu" else 32
     batch = Batch(name, each * world, device)
-    encoder = _encoder(name, device)
+    encoder = _make_encoder(name, device)
     start = {n: p.detach().clone() for n, p in encoder.named_parameters()}
     model = DistributedDataParallel(encoder, device_ids=[rank] if device.type == "cuda" else None)
     optimizer = make(list(encoder.named_parameters()))
     if hasattr(optimizer, "attach"):
         optimizer.attach(model)
     mine = slice(rank * each, (rank + 1) * each)
-    _steps(model, optimizer, lambda: batch.compute_loss(model, mine, False), 3)
-    found: dict[str, Any] = {}
+    _take_steps(model, optimizer, lambda: batch.compute_loss(model, mine, False), 3)
+    row: dict[str, Any] = {}
     if rank == 0:
-        alone = _encoder(name, device)
+        alone = _make_encoder(name, device)
         other = make(list(alone.named_parameters()))
-        _steps(alone, other, lambda: batch.compute_loss(alone, slice(None), False), 3)
+        _take_steps(alone, other, lambda: batch.compute_loss(alone, slice(None), False), 3)
         gap, move = 0.0, 0.0
         for (n, p), q in zip(encoder.named_parameters(), alone.parameters(), strict=True):
             gap += float((p.detach() - q.detach()).double().square().sum())
             move += float((q.detach() - start[n]).double().square().sum())
-        found = {"global_batch": each * world, "distance_to_one_process_over_its_move": (gap / move) ** 0.5}
+        row = {"global_batch": each * world, "distance_to_one_process_over_its_move": (gap / move) ** 0.5}
     dist.barrier()
-    return found
+    return row
 
 
 def _wait(device: torch.device) -> None:
@@ -202,34 +202,36 @@ LLAMAS = {
 }  # fmt: skip
 
 
-def fsdp(given: argparse.Namespace, rows: Rows) -> None:
-    devices = ["cpu", "cpu"] if given.dry else [f"cuda:{n}" for n in given.devices]
+def measure_fsdp(options: argparse.Namespace, rows: PartRows) -> None:
+    devices = ["cpu", "cpu"] if options.dry else [f"cuda:{n}" for n in options.devices]
 
     def measure() -> dict[str, Any]:
-        found = run_together(_fsdp_rank, (given.dry, given.shapes, str(rows.file) + "l"), devices)
-        for row in found:
+        rank_rows = run_together(_run_fsdp_rank, (options.dry, options.shapes, str(rows.file) + "l"), devices)
+        for row in rank_rows:
             rows.add(row.pop("name"), lambda row=row: row)
-        return {"rows": len(found)}
+        return {"rows": len(rank_rows)}
 
     rows.add("all rows", measure)
 
 
-def _fsdp_rank(dry: bool, shapes: list[str], file: str) -> list[dict[str, Any]]:
+def _run_fsdp_rank(dry: bool, shapes: list[str], file: str) -> list[dict[str, Any]]:
     import torch.distributed as dist
 
     rank, world, device = _join(dry)
-    found = []
+    rows = []
     try:
         for shape in ["tiny"] if dry else shapes:
             for name in ("mergopt", "asam"):
-                found.append({"name": f"{shape} {name}", **_fsdp_row(shape, OPTIMIZERS[name], world, device)})
-                _tell(rank, found[-1], file)
+                rows.append(
+                    {"name": f"{shape} {name}", **_measure_fsdp(shape, OPTIMIZERS[name], world, device)}
+                )
+                _tell(rank, rows[-1], file)
     finally:
         dist.destroy_process_group()
-    return found
+    return rows
 
 
-def _llama(shape: str, device: torch.device, world: int) -> nn.Module:
+def _make_llama(shape: str, device: torch.device, world: int) -> nn.Module:
     """Random weights, made shard by shard; fp32, computed in bf16."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -253,23 +255,23 @@ def _llama(shape: str, device: torch.device, world: int) -> nn.Module:
     return model.train()
 
 
-def _fsdp_row(shape: str, make: Any, world: int, device: torch.device) -> dict[str, Any]:
+def _measure_fsdp(shape: str, make: Any, world: int, device: torch.device) -> dict[str, Any]:
     samples, length, count = (1, 16, 1) if device.type == "cpu" else (2, 2048, 4)
-    model = _llama(shape, device, world)
+    model = _make_llama(shape, device, world)
     optimizer = make(list(model.named_parameters()))
     tokens = torch.randint(0, LLAMAS[shape]["vocab_size"], (samples, length), device=device)
     losses: list[Tensor] = []
 
-    def loss() -> Tensor:
+    def compute_loss() -> Tensor:
         logits = model(input_ids=tokens).logits[:, :-1]
         value = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         losses.append(value.detach())
         return value
 
-    _steps(model, optimizer, loss, 2)
+    _take_steps(model, optimizer, compute_loss, 2)
     _wait(device)
     begun = time.perf_counter()
-    _steps(model, optimizer, loss, count)
+    _take_steps(model, optimizer, compute_loss, count)
     _wait(device)
     seconds = (time.perf_counter() - begun) / count
     row = {

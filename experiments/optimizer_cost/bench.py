@@ -49,7 +49,7 @@ OPTIMIZERS: dict[str, Callable] = {
     "rwp": partial(RWP, base=ADAMW),
     "mergopt worst_of 2": partial(MergOPT, base=ADAMW, worst_of=2),
 }
-PARAMETRISATIONS: dict[str, Parametrization] = {
+PARAMETRIZATIONS: dict[str, Parametrization] = {
     "linearized": Linearized(),
     "attention_linear": AttentionLinear(),
     "lora": LoRA(),
@@ -75,7 +75,7 @@ class Vision:
         return nn.functional.cross_entropy(logits, self.labels[:rows])
 
 
-class Language:
+class LlamaProblem:
     """A Llama of SmolLM2-135M's shape with random weights, batches of 8 sequences of 512 tokens."""
 
     def __init__(self, device: torch.device, small: bool) -> None:
@@ -102,10 +102,12 @@ class Language:
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def measure(problem: Vision | Language, kind: Parametrization, make: Callable, bf16: bool, options) -> dict:
+def measure(
+    problem: Vision | LlamaProblem, parametrization: Parametrization, make: Callable, bf16: bool, options
+) -> dict:
     """Median seconds of a step, and peak memory, of one optimizer on one parametrization."""
     device = torch.device(options.device)
-    model = kind.make_trainable(problem.make_model()).to(device)
+    model = parametrization.make_trainable(problem.make_model()).to(device)
     model.train()
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     optimizer = make(trained)
@@ -119,29 +121,29 @@ def measure(problem: Vision | Language, kind: Parametrization, make: Callable, b
         loss.backward()
         return loss
 
-    def steps(count: int) -> float:
-        synchronize(device)
+    def time_steps(count: int) -> float:
+        sync(device)
         begun = time.perf_counter()
         for _ in range(count):
             optimizer.step(closure)
-        synchronize(device)
+        sync(device)
         return (time.perf_counter() - begun) / count
 
-    one = steps(options.warmup) and steps(2)
+    one = time_steps(options.warmup) and time_steps(2)
     count = max(2, int(options.seconds / 4 / one))
-    seconds = sorted(steps(count) for _ in range(4))
+    seconds = sorted(time_steps(count) for _ in range(4))
     evaluation = None
     if make is ADAMW:
-        synchronize(device)
+        sync(device)
         begun = time.perf_counter()
         for _ in range(count):
             closure()
-        synchronize(device)
+        sync(device)
         evaluation = (time.perf_counter() - begun) / count
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     return {
         "seconds": (seconds[1] + seconds[2]) / 2,
-        "kernel_seconds": kernel_seconds(steps) if device.type == "cuda" else None,
+        "kernel_seconds": measure_kernel_seconds(time_steps) if device.type == "cuda" else None,
         "evaluation_seconds": evaluation,
         "spread": seconds[-1] / seconds[0] - 1,
         "peak_gib": peak / 2**30,
@@ -151,19 +153,19 @@ def measure(problem: Vision | Language, kind: Parametrization, make: Callable, b
     }
 
 
-def kernel_seconds(steps: Callable[[int], float], count: int = 3) -> float | None:
+def measure_kernel_seconds(steps: Callable[[int], float], count: int = 3) -> float | None:
     """What the card works for a step, however late its kernels are launched; none where it cannot be traced."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         steps(count)
     return sum(event.self_device_time_total for event in trace.key_averages()) / 1e6 / count or None
 
 
-def synchronize(device: torch.device) -> None:
+def sync(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def table(problem: Vision | Language, name: str, bf16: bool, options) -> list[dict]:
+def tabulate(problem: Vision | LlamaProblem, name: str, bf16: bool, options) -> list[dict]:
     """Rows of one problem in one precision; ratios are to the mean of AdamW, which is measured three times.
 
     A method of two evaluations cannot be cheaper than AdamW and one more evaluation: that is the floor.
@@ -171,20 +173,20 @@ def table(problem: Vision | Language, name: str, bf16: bool, options) -> list[di
     wanted = [(o, "full", Full(), make) for o, make in OPTIMIZERS.items()]
     again = ("adamw", "full", Full(), ADAMW)
     wanted = [*wanted[:5], again, *wanted[5:]]
-    wanted += [("adamw", k, kind, ADAMW) for k, kind in PARAMETRISATIONS.items()]
+    wanted += [("adamw", k, parametrization, ADAMW) for k, parametrization in PARAMETRIZATIONS.items()]
     wanted += [again]
     rows = []
-    for optimizer, parametrization, kind, make in wanted:
-        found = {"problem": name, "precision": "bf16-mixed" if bf16 else "fp32", "optimizer": optimizer}
+    for optimizer, finetuning, parametrization, make in wanted:
+        row = {"problem": name, "precision": "bf16-mixed" if bf16 else "fp32", "optimizer": optimizer}
         try:
-            found |= {"finetuning": parametrization} | measure(problem, kind, make, bf16, options)
+            row |= {"finetuning": finetuning} | measure(problem, parametrization, make, bf16, options)
         except torch.cuda.OutOfMemoryError:
-            print(name, optimizer, parametrization, "does not fit", flush=True)
+            print(name, optimizer, finetuning, "does not fit", flush=True)
             continue
         finally:
             if options.device == "cuda":
                 torch.cuda.empty_cache()
-        rows.append(found)
+        rows.append(row)
     plain = [r for r in rows if r["optimizer"] == "adamw" and r["finetuning"] == "full"]
     seconds = sum(r["seconds"] for r in plain) / len(plain)
     kernels = sum(r["kernel_seconds"] or 0 for r in plain) / len(plain)
@@ -221,9 +223,9 @@ def main() -> None:
     card = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     rows = []
     for which in options.only:
-        kind, precision = which.split()
-        problem = (Vision if kind == "vision" else Language)(device, options.small)
-        rows += table(problem, kind, precision == "bf16", options)
+        domain, precision = which.split()
+        problem = (Vision if domain == "vision" else LlamaProblem)(device, options.small)
+        rows += tabulate(problem, domain, precision == "bf16", options)
         if options.out:
             machine = {"card": card, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
             options.out.write_text(json.dumps(machine | {"rows": rows}, indent=1) + "\n")

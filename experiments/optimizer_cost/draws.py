@@ -44,7 +44,7 @@ def measure(move: Callable[[], None], count: int = 10) -> dict[str, float]:
     }
 
 
-def parts(tensors: list[Tensor], entries: int) -> list[list[Tensor]]:
+def list_parts(tensors: list[Tensor], entries: int) -> list[list[Tensor]]:
     """Views of all tensors, in groups of at most so many entries."""
     groups: list[list[Tensor]] = [[]]
     for view in (v for t in tensors for v in t.view(-1).split(entries)):
@@ -54,10 +54,10 @@ def parts(tensors: list[Tensor], entries: int) -> list[list[Tensor]]:
     return groups
 
 
-def mover(theta: list[Tensor], entries: int, fused: bool) -> Callable[[], None]:
+def make_mover(theta: list[Tensor], entries: int, fused: bool) -> Callable[[], None]:
     copies = [torch.empty_like(t) for t in theta]
     generator = torch.Generator(theta[0].device).manual_seed(0)
-    pairs = list(zip(parts(theta, entries), parts(copies, entries), strict=True))
+    pairs = list(zip(list_parts(theta, entries), list_parts(copies, entries), strict=True))
     one, other = (torch.empty(entries, device=theta[0].device) for _ in range(2))
 
     def move() -> None:
@@ -78,21 +78,21 @@ def mover(theta: list[Tensor], entries: int, fused: bool) -> Callable[[], None]:
 
 @torch.no_grad()
 def main() -> None:
-    found = {}
+    timings = {}
     device = torch.device("cuda")
     for name, problem in (("vision", Vision), ("language", Language)):
         theta = [p.detach() for p in problem(device, False).make_model().to(device).parameters()]
         for power in (24, 23, 22, 21, 20, 19):
             for fused in (False, True):
                 label = f"{name} 2**{power} {'fused' if fused else ''}".strip()
-                found[label] = measure(mover(theta, 2**power, fused))
-                print(label, found[label], flush=True)
+                timings[label] = measure(make_mover(theta, 2**power, fused))
+                print(label, timings[label], flush=True)
     machine = {
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
     }
-    Path(sys.argv[1]).write_text(json.dumps({**machine, "rows": found}, indent=1) + "\n")
+    Path(sys.argv[1]).write_text(json.dumps({**machine, "rows": timings}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

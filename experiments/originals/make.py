@@ -37,19 +37,19 @@ def take_functions(file: Path, names: Sequence[str]) -> dict[str, Any]:
     """These functions of a file, without running the rest of it."""
     tree = ast.parse(file.read_text())
     body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
-    found: dict[str, Any] = {"torch": torch, "copy": copy}
-    exec(compile(ast.Module(body=body, type_ignores=[]), str(file), "exec"), found)
-    return found
+    scope: dict[str, Any] = {"torch": torch, "copy": copy}
+    exec(compile(ast.Module(body=body, type_ignores=[]), str(file), "exec"), scope)
+    return scope
 
 
 def take_methods(file: Path, name: str, **known: Any) -> type:
     """The methods of a class of a file, without its bases, its constructor and what else stands in it."""
     tree = ast.parse(file.read_text())
-    found = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-    found.bases = []
-    found.body = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name != "__init__"]
+    cls = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    cls.bases = []
+    cls.body = [node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name != "__init__"]
     scope: dict[str, Any] = {"torch": torch, "copy": copy, **known}
-    exec(compile(ast.Module(body=[found], type_ignores=[]), str(file), "exec"), scope)
+    exec(compile(ast.Module(body=[cls], type_ignores=[]), str(file), "exec"), scope)
     return scope[name]
 
 
@@ -106,7 +106,7 @@ def make_emr(clone: Path) -> None:
     save("emr_shared_T4", shared)
 
 
-class Model:
+class StateDictModel:
     """What the originals ask of a model: its state dict."""
 
     def __init__(self, state: dict[str, Tensor]) -> None:
@@ -119,20 +119,20 @@ class Model:
         self.state = state
 
 
-class Pool:
+class ModelPool:
     """A base and its experts, as fusion_bench hands them over."""
 
     def __init__(self, base: dict[str, Tensor], experts: dict[str, dict[str, Tensor]]) -> None:
         self.model_names, self._states = list(experts), {"_pretrained_": base, **experts}
 
-    def load_model(self, name: str) -> Model:
-        return Model(dict(self._states[name]))
+    def load_model(self, name: str) -> StateDictModel:
+        return StateDictModel(dict(self._states[name]))
 
 
 def make_doge(clone: Path) -> None:
     """In float64; the weights that are merged by name here are given names that the original knows."""
     file, log = clone / "fusion_bench/method/doge_ta/doge_ta.py", SimpleNamespace(info=print)
-    known = {"nn": nn, "time": time, "OrderedDict": OrderedDict, "BaseModelPool": Pool, "log": log}
+    known = {"nn": nn, "time": time, "OrderedDict": OrderedDict, "BaseModelPool": ModelPool, "log": log}
     original = take_methods(file, "DOGE_TA_Algorithm", **known)
     names, deltas = read_task_vectors()
     matrices = [n for n in names if DOGE().is_matrix(n, deltas[0][n].shape)]
@@ -146,7 +146,7 @@ def make_doge(clone: Path) -> None:
         vars(run).update(delta=None, config=SimpleNamespace(**settings), profile=nullcontext)
         run.fabric = SimpleNamespace(device=torch.device("cpu"), backward=lambda loss: loss.backward())
         run.print_profile_summary = lambda: None
-        merged = run.run(Pool(base, experts)).state_dict()
+        merged = run.run(ModelPool(base, experts)).state_dict()
         save(label, {n: merged[f"encoder.{n}"].detach().float() for n in matrices})
 
 
@@ -162,5 +162,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("method", choices=MAKERS)
     parser.add_argument("clone", type=Path)
-    given = parser.parse_args()
-    MAKERS[given.method](given.clone)
+    options = parser.parse_args()
+    MAKERS[options.method](options.clone)

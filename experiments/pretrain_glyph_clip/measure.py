@@ -32,7 +32,7 @@ GRID_TSVM = [round(0.2 * i, 2) for i in range(1, 13)]
 State = dict[str, Tensor]
 
 
-class Bench:
+class SuiteBench:
     """A suite's data, heads and encoder on one device."""
 
     def __init__(self, tasks: list[ImageTask], backbone: OpenClip, device: torch.device):
@@ -52,7 +52,7 @@ class Bench:
             for part in rooms.PARTS
         }
 
-    def experts(self, seed: int, steps: int, batch: int, lr: float, decay: float) -> list[State]:
+    def train_experts(self, seed: int, steps: int, batch: int, lr: float, decay: float) -> list[State]:
         """AdamW, cosine after 10 % warm-up, per-expert gradient norm at most 1."""
         count = len(self.tasks)
         weights = {k: v.expand(count, *v.shape).clone().requires_grad_() for k, v in self.base.items()}
@@ -90,52 +90,55 @@ class Bench:
         return [{k: v[i].detach() for k, v in weights.items()} for i in range(count)]
 
     @torch.no_grad()
-    def accuracies(self, state: State, part: Part, only: int | None = None) -> list[float]:
+    def measure_accuracies(self, state: State, part: Part, only: int | None = None) -> list[float]:
         """Per cent, for all tasks or for `only` one."""
-        found = []
+        percentages = []
         for i in range(len(self.tasks)) if only is None else [only]:
             images, labels = self.parts[part][i]
             features = functional_call(self.encoder, state, (images,))
             logits = features @ self.heads[i].T + self.absent[i]
-            found.append(100 * (logits.argmax(1) == labels).float().mean().item())
-        return found
+            percentages.append(100 * (logits.argmax(1) == labels).float().mean().item())
+        return percentages
 
-    def at_best(self, direction: State, grid: list[float], references: list[float]) -> dict:
+    def find_best(self, direction: State, grid: list[float], references: list[float]) -> dict:
         """The coefficient best on validation by mean of accuracy / expert accuracy, and its test accuracies."""
         scores = {}
         for alpha in grid:
-            values = self.accuracies(self.moved(direction, alpha), "validation")
+            values = self.measure_accuracies(self.move(direction, alpha), "validation")
             scores[alpha] = sum(v / r for v, r in zip(values, references, strict=True)) / len(values)
         alpha = max(scores, key=lambda a: scores[a])
-        return {"coefficient": alpha, "test": self.accuracies(self.moved(direction, alpha), "test")}
+        return {"coefficient": alpha, "test": self.measure_accuracies(self.move(direction, alpha), "test")}
 
-    def direction(self, experts: list[State], method: Method) -> State:
+    def compute_direction(self, experts: list[State], method: Method) -> State:
         """Merged minus base at coefficient 1. The methods are linear in it: one merge serves the whole grid."""
         cpu = [{k: v.cpu() for k, v in state.items()} for state in experts]
         base = {k: v.cpu() for k, v in self.base.items()}
         merged = merge_state_dicts(base, cpu, method, device=self.device)
         return {k: (merged[k] - v).to(self.device) for k, v in base.items()}
 
-    def moved(self, direction: State, alpha: float) -> State:
+    def move(self, direction: State, alpha: float) -> State:
         return {k: v + alpha * direction[k] for k, v in self.base.items()}
 
 
-def study(bench: Bench, options: argparse.Namespace) -> dict:
+def run_study(bench: SuiteBench, options: argparse.Namespace) -> dict:
     names = [task.name for task in bench.tasks]
-    result: dict = {"tasks": names, "zero_shot": bench.accuracies(bench.base, "test"), "seeds": []}
+    result: dict = {"tasks": names, "zero_shot": bench.measure_accuracies(bench.base, "test"), "seeds": []}
     for seed in range(options.seeds):
         start = time.perf_counter()
-        experts = bench.experts(seed, options.steps, options.batch, options.lr, options.weight_decay)
+        experts = bench.train_experts(seed, options.steps, options.batch, options.lr, options.weight_decay)
         row: dict = {"seed": seed, "expert": [], "expert_validation": []}
         for i, state in enumerate(experts):
-            row["expert"] += bench.accuracies(state, "test", i)
-            row["expert_validation"] += bench.accuracies(state, "validation", i)
-        average = bench.direction(experts, WeightAverage())
-        row["average"] = {"coefficient": 1.0, "test": bench.accuracies(bench.moved(average, 1.0), "test")}
-        total = bench.direction(experts, TaskArithmetic(coefficient=1.0))
-        row["task_arithmetic"] = bench.at_best(total, GRID, row["expert_validation"])
-        row["tsvm"] = bench.at_best(
-            bench.direction(experts, TSVM(coefficient=1.0)), GRID_TSVM, row["expert_validation"]
+            row["expert"] += bench.measure_accuracies(state, "test", i)
+            row["expert_validation"] += bench.measure_accuracies(state, "validation", i)
+        average = bench.compute_direction(experts, WeightAverage())
+        row["average"] = {
+            "coefficient": 1.0,
+            "test": bench.measure_accuracies(bench.move(average, 1.0), "test"),
+        }
+        total = bench.compute_direction(experts, TaskArithmetic(coefficient=1.0))
+        row["task_arithmetic"] = bench.find_best(total, GRID, row["expert_validation"])
+        row["tsvm"] = bench.find_best(
+            bench.compute_direction(experts, TSVM(coefficient=1.0)), GRID_TSVM, row["expert_validation"]
         )
         row["norms"] = [
             sum(((s[k] - v) ** 2).sum().item() for k, v in bench.base.items()) ** 0.5 for s in experts
@@ -146,22 +149,22 @@ def study(bench: Bench, options: argparse.Namespace) -> dict:
 
 
 def show(result: dict) -> None:
-    def mean(values):
+    def average(values):
         return sum(values) / len(values)
 
     seeds = result["seeds"]
     columns = {
         "zero": result["zero_shot"],
-        "expert": [mean(c) for c in zip(*(s["expert"] for s in seeds), strict=True)],
+        "expert": [average(c) for c in zip(*(s["expert"] for s in seeds), strict=True)],
     }
     for key in ("average", "task_arithmetic", "tsvm"):
-        columns[key] = [mean(c) for c in zip(*(s[key]["test"] for s in seeds), strict=True)]
+        columns[key] = [average(c) for c in zip(*(s[key]["test"] for s in seeds), strict=True)]
     print(f"{'':10s}" + "".join(f"{k[:8]:>9s}" for k in columns))
     for i, name in enumerate(result["tasks"]):
         print(f"{name:10s}" + "".join(f"{v[i]:9.1f}" for v in columns.values()))
-    print(f"{'mean':10s}" + "".join(f"{mean(v):9.1f}" for v in columns.values()))
+    print(f"{'mean':10s}" + "".join(f"{average(v):9.1f}" for v in columns.values()))
     best = [(s["task_arithmetic"]["coefficient"], s["tsvm"]["coefficient"]) for s in seeds]
-    norms = [round(mean(c), 2) for c in zip(*(s["norms"] for s in seeds), strict=True)]
+    norms = [round(average(c), 2) for c in zip(*(s["norms"] for s in seeds), strict=True)]
     print("coefficients", best, "norms", norms, "s", [round(s["seconds"], 1) for s in seeds], flush=True)
 
 
@@ -182,13 +185,13 @@ def main() -> None:
     runs = json.loads(options.out.read_text()) if options.out and options.out.exists() else []
     for suite in options.suite:
         chosen = [getattr(rooms, name)() for name in SUITES[suite]]
-        bench = Bench(chosen, OpenClip("glyph-clip", options.weights), device)
+        bench = SuiteBench(chosen, OpenClip("glyph-clip", options.weights), device)
         used = {key: getattr(options, key) for key in ("steps", "batch", "lr", "weight_decay")}
         print(f"== {suite} {used} {options.weights}")
-        found = study(bench, options)
-        show(found)
+        numbers = run_study(bench, options)
+        show(numbers)
         runs.append(
-            {"suite": suite, "machine": f"{card}, torch {torch.__version__}", "arguments": used, **found}
+            {"suite": suite, "machine": f"{card}, torch {torch.__version__}", "arguments": used, **numbers}
         )
     if options.out:
         options.out.write_text(json.dumps(runs, indent=1) + "\n")

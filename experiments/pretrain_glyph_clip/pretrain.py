@@ -36,19 +36,19 @@ class Glyphs:
         self.style = torch.tensor([STYLES.index(face.style) for face, _ in pairs], device=device)
         self.family = torch.tensor([FAMILIES.index(face.family) for face, _ in pairs], device=device)
         codes = sorted({code for _, code in pairs})
-        place = {code: i for i, code in enumerate(codes)}
-        self.character = torch.tensor([place[code] for _, code in pairs], device=device)
+        index = {code: i for i, code in enumerate(codes)}
+        self.character = torch.tensor([index[code] for _, code in pairs], device=device)
         common = [i for i, (_, code) in enumerate(pairs) if any(a <= code < b for a, b in COMMON)]
         self.common = torch.tensor(common, device=device)
-        self.names = self._tokens([unicodedata.name(chr(code)).lower() for code in codes])
+        self.names = self._tokenize([unicodedata.name(chr(code)).lower() for code in codes])
         self.styles, self.families, self.openings = map(
-            self._tokens, (("", *STYLES), ("", *FAMILIES), OPENINGS)
+            self._tokenize, (("", *STYLES), ("", *FAMILIES), OPENINGS)
         )
         self.luminance = torch.tensor([0.299, 0.587, 0.114], device=device)
         self.mean = torch.tensor(open_clip.OPENAI_DATASET_MEAN, device=device).reshape(3, 1, 1)
         self.std = torch.tensor(open_clip.OPENAI_DATASET_STD, device=device).reshape(3, 1, 1)
 
-    def _tokens(self, phrases) -> Tensor:
+    def _tokenize(self, phrases) -> Tensor:
         encode = open_clip.tokenizer.SimpleTokenizer().encode
         rows = [encode(phrase)[: CONTEXT - 2] for phrase in phrases]
         width = max(map(len, rows))
@@ -80,12 +80,12 @@ class Glyphs:
     def _distort(self, ink: Tensor) -> Tensor:
         count, device = len(ink), self.device
 
-        def uniform(low: float, high: float, *shape: int) -> Tensor:
+        def draw_uniform(low: float, high: float, *shape: int) -> Tensor:
             return torch.rand(shape or (count,), device=device) * (high - low) + low
 
-        angle, slope = uniform(-10, 10) * (math.pi / 180), uniform(-0.1, 0.1)
-        wide, tall = (SIZE / CANVAS) / uniform(0.75, 1.15), uniform(0.9, 1.1)
-        shift = uniform(-4 / CANVAS, 4 / CANVAS, 2, count)
+        angle, slope = draw_uniform(-10, 10) * (math.pi / 180), draw_uniform(-0.1, 0.1)
+        wide, tall = (SIZE / CANVAS) / draw_uniform(0.75, 1.15), draw_uniform(0.9, 1.1)
+        shift = draw_uniform(-4 / CANVAS, 4 / CANVAS, 2, count)
         cos, sin = angle.cos(), angle.sin()
         rows = [wide * cos, wide * (cos * slope - sin) * tall, shift[0]]
         rows += [wide * sin, wide * (sin * slope + cos) * tall, shift[1]]
@@ -94,30 +94,30 @@ class Glyphs:
         )
         ink = grid_sample(ink.unsqueeze(1), grid, align_corners=False)
         soft = avg_pool2d(ink, 3, 1, 1)
-        ink = ink + uniform(0, 0.6)[:, None, None, None] * (soft - ink)
+        ink = ink + draw_uniform(0, 0.6)[:, None, None, None] * (soft - ink)
         # Of four random color pairs the one of the strongest contrast in luminance.
         colors = torch.rand(count, 4, 2, 3, device=device)
         light = (colors * self.luminance).sum(-1)
         best = (light[..., 0] - light[..., 1]).abs().argmax(1)
         pair = colors[torch.arange(count, device=device), best][..., None, None]
         images = pair[:, 1] + ink * (pair[:, 0] - pair[:, 1])
-        images = images + uniform(0, 0.1)[:, None, None, None] * torch.randn_like(images)
+        images = images + draw_uniform(0, 0.1)[:, None, None, None] * torch.randn_like(images)
         return (images.clamp(0, 1) - self.mean) / self.std
 
 
 def _join(tokens: Tensor) -> Tensor:
     """Close the gaps (zeros), cut to the context and set start and end: `[B, L]` to `[B, CONTEXT]`."""
-    said = tokens != 0
-    place = said.cumsum(1) * said
+    used = tokens != 0
+    positions = used.cumsum(1) * used
     room = torch.zeros(len(tokens), tokens.shape[1] + 2, dtype=tokens.dtype, device=tokens.device)
-    room = room.scatter(1, place, tokens)[:, :CONTEXT]
-    stop = (said.sum(1, keepdim=True) + 1).clamp(max=CONTEXT - 1)
+    room = room.scatter(1, positions, tokens)[:, :CONTEXT]
+    stop = (used.sum(1, keepdim=True) + 1).clamp(max=CONTEXT - 1)
     room[:, 0] = START
     room = room.scatter(1, stop, END)
     return room * (torch.arange(CONTEXT, device=tokens.device) <= stop)
 
 
-def loss_of(model, glyphs: Glyphs, size: int, half_precision: bool) -> Tensor:
+def compute_loss(model, glyphs: Glyphs, size: int, half_precision: bool) -> Tensor:
     """Contrastive loss; another caption that also fits the image is left out of its negatives."""
     images, tokens, fits = glyphs.make_batch(size)
     with torch.autocast(glyphs.device.type, torch.bfloat16, enabled=half_precision, cache_enabled=False):
@@ -143,7 +143,7 @@ def train(options: argparse.Namespace) -> tuple[torch.nn.Module, dict]:
 
     def step() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(model, glyphs, options.batch, on_card)
+        loss = compute_loss(model, glyphs, options.batch, on_card)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
@@ -157,7 +157,7 @@ def train(options: argparse.Namespace) -> tuple[torch.nn.Module, dict]:
         share = (i + 1) / warm if i < warm else 0.5 * (1 + math.cos(math.pi * (i - warm) / rest))
         rate.fill_(options.lr * share)
         if on_card and i == 5 and not options.eager:
-            run = _captured(step)
+            run = _capture(step)
         loss = run()
         if i + 1 in options.keep:
             save(model, options.keep_in / f"step_{i + 1}.safetensors")
@@ -181,7 +181,7 @@ def save(model: torch.nn.Module, path: Path) -> None:
     save_file({name: tensor.half().cpu().contiguous() for name, tensor in model.state_dict().items()}, path)
 
 
-def _captured(step):
+def _capture(step):
     """The whole step as one CUDA graph: its hundreds of small kernels cost more to launch than to run."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -57,7 +57,7 @@ MODES = {
 
 
 @dataclass(frozen=True)
-class Case:
+class TimedCase:
     """One line. `steps` are those that are timed; `what` is "speed", "losses", "resume" or "input"."""
 
     group: str
@@ -71,7 +71,7 @@ class Case:
         return f"{self.group} | {self.what} | {self.optimizer} | {self.mode}"
 
 
-def list_cases() -> list[Case]:
+def list_cases() -> list[TimedCase]:
     """In the order in which they say most, were the time to end."""
     cases = []
     speed = {
@@ -91,13 +91,13 @@ def list_cases() -> list[Case]:
     }  # fmt: skip
     for group, rows in speed.items():
         for optimizer, mode, steps in rows:
-            cases.append(Case(group, "speed", optimizer, mode, steps))
+            cases.append(TimedCase(group, "speed", optimizer, mode, steps))
             if group != "vit_l14" or mode != "graph":
-                cases.append(Case(group, "losses", optimizer, mode))
+                cases.append(TimedCase(group, "losses", optimizer, mode))
         if group == "clip":
-            cases += [Case(group, "resume", o, "graph") for o in ("adamw", "sam", "mergopt", "swa")]
-            cases.append(Case(group, "resume", "adamw", "both"))
-        cases.append(Case(group, "input"))
+            cases += [TimedCase(group, "resume", o, "graph") for o in ("adamw", "sam", "mergopt", "swa")]
+            cases.append(TimedCase(group, "resume", "adamw", "both"))
+        cases.append(TimedCase(group, "input"))
     return cases
 
 
@@ -187,7 +187,7 @@ class Tokens(CausalObjective):
         return {self.task.metric: 0.0}
 
 
-class Language:
+class LanguageProblem:
     """A Llama of SmolLM2-135M's shape with random weights."""
 
     def __init__(self, small: bool) -> None:
@@ -213,9 +213,9 @@ PRECISION = {"clip": "32-true", "vit_b32": "bf16-mixed", "smollm2": "bf16-mixed"
 
 
 @lru_cache(maxsize=1)
-def problem(group: str, small: bool) -> Images | Language:
+def make_problem(group: str, small: bool) -> Images | LanguageProblem:
     if group == "smollm2":
-        return Language(small)
+        return LanguageProblem(small)
     if group == "clip":
         return Images("glyph-clip", "asset:glyph_clip", 32, 64, False, 256 if small else 4096)
     if small:
@@ -244,7 +244,7 @@ class Pace(Callback):
             torch.cuda.synchronize()
         self.marks[step] = time.perf_counter()
 
-    def row(self) -> dict[str, float]:
+    def make_row(self) -> dict[str, float]:
         whole = self.marks[self.steps] - self.marks[0]
         steady = (self.marks[self.steps] - self.marks[self.first]) / (self.steps - self.first)
         return {
@@ -254,7 +254,7 @@ class Pace(Callback):
         }
 
 
-class Lines(logging.Handler):
+class LogLines(logging.Handler):
     """What the training says."""
 
     def __init__(self) -> None:
@@ -265,9 +265,9 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage()[:300])
 
 
-def train(case: Case, small: bool, steps: int, folder: Path, **options: Any) -> Any:
+def train(case: TimedCase, small: bool, steps: int, folder: Path, **options: Any) -> Any:
     """Our training loop, as a run calls it."""
-    made = problem(case.group, small)
+    setup = make_problem(case.group, small)
     settings = TrainingSettings(
         steps=steps, batch_size=4 if small else BATCH[case.group], lr=1e-5, weight_decay=0.1, keep="last",
         warmup_steps=steps // 10, validations=1, precision="32-true" if small else PRECISION[case.group],
@@ -275,38 +275,38 @@ def train(case: Case, small: bool, steps: int, folder: Path, **options: Any) -> 
     )  # fmt: skip
     settings = replace(settings, **options.pop("settings", {}))
     return finetune(
-        made.make_model(), {"task": made.objective}, OPTIMIZERS[case.optimizer], settings, seed=0,
+        setup.make_model(), {"task": setup.objective}, OPTIMIZERS[case.optimizer], settings, seed=0,
         resume=folder, trainer={"accelerator": "gpu" if CUDA else "cpu", "devices": 1,
         "enable_progress_bar": False},
         **options,
     )  # fmt: skip
 
 
-def measure_speed(case: Case, small: bool, folder: Path) -> dict[str, Any]:
+def measure_speed(case: TimedCase, small: bool, folder: Path) -> dict[str, Any]:
     steps = 9 if small else case.steps
     pace = Pace(steps)
     train(case, small, steps, folder, callbacks=[pace])
     peak = {"peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2)} if CUDA else {}
-    padded = getattr(problem(case.group, small).objective, "padded", (0, 0))
+    padded = getattr(make_problem(case.group, small).objective, "padded", (0, 0))
     share = {"places_that_are_tokens": round(padded[0] / padded[1], 3)} if padded[1] else {}
-    return pace.row() | {"steps": steps} | peak | share
+    return pace.make_row() | {"steps": steps} | peak | share
 
 
-def measure_losses(case: Case, small: bool, folder: Path) -> dict[str, Any]:
+def measure_losses(case: TimedCase, small: bool, folder: Path) -> dict[str, Any]:
     done = train(case, small, 8 if small else 50, folder)
     return {"losses": [round(p["train_loss"], 6) for p in done.curve if "train_loss" in p]}
 
 
-class Cut(Exception):
+class Interruption(Exception):
     pass
 
 
-def measure_resume(case: Case, small: bool, folder: Path) -> dict[str, Any]:
+def measure_resume(case: TimedCase, small: bool, folder: Path) -> dict[str, Any]:
     """Whether a training that was cut gives the bits of one that was not, and another one that was not does."""
 
     def cut(metrics: dict[str, float], step: int) -> None:
         if step > steps // 2:
-            raise Cut
+            raise Interruption
 
     steps = 8 if small else 48
 
@@ -316,23 +316,26 @@ def measure_resume(case: Case, small: bool, folder: Path) -> dict[str, Any]:
     try:
         train(case, small, steps, folder / "cut", settings={"validations": 4}, on_metrics=cut)
         raise AssertionError("the training was not cut")
-    except Cut:
+    except Interruption:
         pass
     resumed = train(case, small, steps, folder / "cut", settings={"validations": 4})
 
-    def differ(other: Any) -> list[str]:
+    def list_differing(other: Any) -> list[str]:
         return [n for n, t in whole.state.items() if not torch.equal(t, other.state[n])]
 
-    return {"resumed_differs_in": len(differ(resumed)), "repeated_differs_in": len(differ(again))}
+    return {
+        "resumed_differs_in": len(list_differing(resumed)),
+        "repeated_differs_in": len(list_differing(again)),
+    }
 
 
-def measure_input(case: Case, small: bool, folder: Path) -> dict[str, Any]:
+def measure_input(case: TimedCase, small: bool, folder: Path) -> dict[str, Any]:
     """Samples a second that reading and augmenting bring, without training, and what a batch of these takes."""
-    made = problem(case.group, small)
+    setup = make_problem(case.group, small)
     count, size = (3, 4) if small else (60, BATCH[case.group])
     device = torch.device("cuda" if CUDA else "cpu")
-    objective = deepcopy(made.objective).to(device)
-    few = made.objective.fixes_shapes
+    objective = deepcopy(setup.objective).to(device)
+    few = setup.objective.fixes_shapes
     batches = iter(StepBatches({"task": objective}, size, count + 5, 0, few_shapes=few, device=device))
     for _ in range(5):
         next(batches)
@@ -365,9 +368,9 @@ MEASURES = {
 }  # fmt: skip
 
 
-def run_cases(cases: list[Case], small: bool, out: Path) -> None:
+def run_cases(cases: list[TimedCase], small: bool, out: Path) -> None:
     """In this process; a line for each."""
-    lines = Lines()
+    lines = LogLines()
     logging.getLogger("mergekit_lab").addHandler(lines)
     logging.getLogger("mergekit_lab").setLevel(logging.INFO)
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):

@@ -85,9 +85,17 @@ STRENGTHS = (500, 2000, 6000)
 """Steps of pretraining; the main arms start from the shipped model's 20,000."""
 BATCHES = (16, 256)
 SAME_COST = ("sam, same cost", "asam, same cost")
-SAME_COST_AT = {"base": ("2000", "6000"), "batch": ("256",)}
-"""Where SAM and ASAM gain at AdamW's steps."""
-MEASURED = {"axes": ("base", "batch", "distance"), "arms": ("adamw", "sam", "asam")}
+PRETRAININGS = {
+    "stopped 2000": "second/step_2000",
+    "annealed 2000": "annealed/2000",
+    "stopped 6000": "second/step_6000",
+    "annealed 6000": "annealed/6000",
+    "20000": "second/20000",
+}
+"""Of another seed: bases that stopped early, while the learning rate was high, and such that end early."""
+SAME_COST_AT = {"pretraining": tuple(PRETRAININGS)[:4], "batch": ("256",)}
+"""Where SAM and ASAM gain at AdamW's steps, or may."""
+MEASURED = {"axes": ("batch", "distance"), "arms": ("adamw", *RHOS)}
 """Cells whose curvature, linearity and disentanglement are measured apart."""
 COUNTS = (2, 4, 6)
 """Tasks that are merged, of the main cells' experts: nested, in an order drawn by the seed; they have 8."""
@@ -105,6 +113,7 @@ ALONG: dict[str, tuple[str | None, ...]] = {
     "distance": ("5e-05 x 100", "5e-05 x 300", "0.0002 x 100", None, "0.0002 x 1200", "0.0008 x 300",
                  "0.0008 x 1200"),
     "base": (*map(str, STRENGTHS), None),
+    "pretraining": tuple(PRETRAININGS),
     "tasks": (*map(str, COUNTS), None),
     "likeness": ("unlike", "four alphabets", "alike", "one alphabet"),
     "rho": ("0.1", "0.2", "0.25", "0.5", None, "2", "4", "10"),
@@ -168,7 +177,7 @@ class Cell:
     @property
     def is_measured(self) -> bool:
         """Whether curvature, linearity and disentanglement are."""
-        return self.only_measures or self.axis in ("main", "rho")
+        return self.only_measures or self.axis in ("main", "rho", "pretraining")
 
     @property
     def has_subsets(self) -> bool:
@@ -180,7 +189,7 @@ def list_cells(bases: Path | None, worlds: Sequence[str] = tuple(WORLDS)) -> lis
     """All cells, the most important first; without `bases`, those of weaker bases are left out.
 
     Args:
-        bases: the folder of `step_N.safetensors` that pretrain.py keeps.
+        bases: the folder of what pretrain.py keeps: `step_N.safetensors`, and those of `PRETRAININGS`.
     """
     order = [
         *_main("glyphs", CORE),
@@ -214,10 +223,14 @@ def _changes(bases: Path | None) -> dict[str, dict[str, tuple[str, ...]]]:
     distances = {f"{lr:g} x {n}": (f"training.lr={lr:g}", f"training.steps={n}") for lr, n in DISTANCES}
     axes: dict[str, dict[str, tuple[str, ...]]] = {"distance": distances}
     if bases is not None:
-        axes["base"] = {str(n): (f"base={bases.resolve()}/step_{n}.safetensors",) for n in STRENGTHS}
+        axes["base"] = {str(n): _starting(bases, f"step_{n}") for n in STRENGTHS}
     axes["batch"] = {str(n): (f"training.batch_size={n}",) for n in BATCHES}
     axes["likeness"] = {"one alphabet": _one_alphabet()}
     return axes
+
+
+def _starting(bases: Path, name: str) -> tuple[str, ...]:
+    return (f"base={bases.resolve()}/{name}.safetensors",)
 
 
 def _rhos(world: str, multiples: Sequence[float], seed: int) -> Iterator[Cell]:
@@ -226,8 +239,13 @@ def _rhos(world: str, multiples: Sequence[float], seed: int) -> Iterator[Cell]:
 
 
 def _further(bases: Path | None) -> Iterator[Cell]:
-    """ρ relative to the base's norm, equal cost along axes, and what is measured apart."""
-    axes = _changes(bases)
+    """Another pretraining, ρ relative to the base's norm, equal cost along axes, and what is measured apart."""
+    axes, again = _changes(bases), {}
+    if bases is not None:
+        again = {value: _starting(bases, name) for value, name in PRETRAININGS.items()}
+    for seed, (value, changes), arm in product(SEEDS, again.items(), MEASURED["arms"]):
+        yield Cell("glyphs", "pretraining", value, arm, seed, (*CORE[arm], *changes))
+    axes["pretraining"] = again
     for seed, (world, multiples) in product(SEEDS, MORE_RHO.items()):
         yield from _rhos(world, multiples, seed)
     for seed, (axis, values), arm in product(SEEDS, SAME_COST_AT.items(), SAME_COST):

@@ -172,7 +172,7 @@ def subsets(names: Sequence[str], seed: int) -> list[tuple[str, str, list[str]]]
     """Axis, value and tasks of the merges of some of the experts."""
     order = random.Random(seed).sample(list(names), len(names))
     counts = [("tasks", str(k), [t for t in names if t in order[:k]]) for k in COUNTS if k < len(names)]
-    groups = [("likeness", kind, list(group)) for kind, group in GROUPS.items() if set(group) <= set(names)]
+    groups = [("likeness", label, list(group)) for label, group in GROUPS.items() if set(group) <= set(names)]
     return counts + groups
 
 
@@ -224,9 +224,9 @@ class Bench:
             run: whose experts and side inputs are merged; the bench's, or a variant of it.
             label: of the method, which begins with its option's name.
         """
-        for kind in list_kinds(method):
+        for side_input in list_kinds(method):
             for task in tasks:
-                run.obtain(declare_side_input(run, kind, task))
+                run.obtain(declare_side_input(run, side_input, task))
         has_one = type(method).with_coefficient is not Method.with_coefficient
         unit = merge_experts(run, method.with_coefficient(1.0) if has_one else method, tasks)
         weights = Weights(run.model, run.base_state, {"merged": unit})
@@ -245,14 +245,14 @@ class Bench:
         experts = {task: self._validated[task] for task in tasks}
         curve = search_grid(GRID, experts, score_at, prune=True, patience=PATIENCE)
         best = choose_best(curve)
-        found: Values = {
+        values: Values = {
             "coefficient": best.coefficient,
             "accuracy": test(best.coefficient),
             "curve": [(c.coefficient, c.normalized) for c in curve if not c.pruned],
         }
         if label in AT_FIXED:
-            found["fixed"] = test(FIXED)
-        return found
+            values["fixed"] = test(FIXED)
+        return values
 
     def _score(self, tasks: Sequence[str] | Mapping[str, Any], part: Any) -> dict[str, float]:
         run = self._run
@@ -264,12 +264,12 @@ def merge_variants(run: Run, bench: Bench, seed: int) -> Values:
     """EpiMer with other settings, one at a time, and with other numbers of samples in its Fishers."""
     tasks = list(run.tasks)
     methods = build_methods(run, EPIMERS, seed)
-    found = {label: bench.merge(run, method, label, tasks) for label, method in methods.items()}
+    merges = {label: bench.merge(run, method, label, tasks) for label, method in methods.items()}
     plain = build_methods(run, {"epimer": {}}, seed)["epimer"]
     for count in SAMPLES:
         other = run.vary({"curvature": {"samples": count}})
-        found[f"epimer samples {count}"] = bench.merge(other, plain, "epimer", tasks)
-    return found
+        merges[f"epimer samples {count}"] = bench.merge(other, plain, "epimer", tasks)
+    return merges
 
 
 def study_bound(run: Run, seed: int, samples: int = 256) -> Values:
@@ -340,13 +340,13 @@ def measure(run: Run, world: World) -> Values:
         return {"ctl": sum(means) / len(means)}
 
     def disentanglement() -> Values:
-        found: dict[float, list[float]] = {FIXED: [], 1.0: []}
+        errors: dict[float, list[float]] = {FIXED: [], 1.0: []}
         for pair in pairs:
             on = {task: chosen[task] for task in pair}
-            rows = evaluate_plane(run.model, weights, on, pair, list(found), batch_size=size)
-            for place, row in enumerate(rows):
-                found[list(found)[place]].append(row["xi"][place] / 2)
-        return {f"xi {alpha:g}": sum(values) / len(values) for alpha, values in found.items()}
+            rows = evaluate_plane(run.model, weights, on, pair, list(errors), batch_size=size)
+            for index, row in enumerate(rows):
+                errors[list(errors)[index]].append(row["xi"][index] / 2)
+        return {f"xi {alpha:g}": sum(values) / len(values) for alpha, values in errors.items()}
 
     results: Values = {}
     for part in (curvature, linearity, disentanglement):
@@ -359,8 +359,8 @@ def measure(run: Run, world: World) -> Values:
 
 def one_line(error: Exception) -> str:
     """An error's kind and the beginning of its message."""
-    said = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {said}"[:300]
+    line = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {line}"[:300]
 
 
 def rounded(item: Any) -> Any:

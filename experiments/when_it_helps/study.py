@@ -90,8 +90,8 @@ def name_of(line: dict[str, Any]) -> str:
 
 def choose(left: list[Cell], under_way: set[str]) -> Cell:
     """The first cell that would not wait for another that is under way, else the first; it is taken out."""
-    place = next((i for i, cell in enumerate(left) if cell.awaits not in under_way), 0)
-    return left.pop(place)
+    index = next((i for i, cell in enumerate(left) if cell.awaits not in under_way), 0)
+    return left.pop(index)
 
 
 def run(left: list[Cell], workers: list[Worker], out: Path, ends: tuple[float, float]) -> None:
@@ -117,31 +117,31 @@ def run(left: list[Cell], workers: list[Worker], out: Path, ends: tuple[float, f
                 cell, took = worker.cell, time.monotonic() - worker.begun
                 worker.cell = None
                 try:
-                    found = worker.link.recv()
+                    answer = worker.link.recv()
                     ready.add(worker.link)
                 except (EOFError, ConnectionError):
-                    found = f"the process died, exit {worker.process.exitcode}"
+                    answer = f"the process died, exit {worker.process.exitcode}"
                     if cell is None:
                         raise SystemExit("a process died before its first cell") from None
                     workers[workers.index(worker)] = worker.again()
                 if cell is None:
                     continue
-                if isinstance(found, str):
+                if isinstance(answer, str):
                     failed += 1
-                    if "CUDA" in found or "OutOfMemory" in found:  # a process may be of no use after that
+                    if "CUDA" in answer or "OutOfMemory" in answer:  # a process may be of no use after that
                         worker.process.kill()
                         ready.discard(worker.link)
                         workers[workers.index(worker)] = worker.again()
                     parts = {k: getattr(cell, k) for k in (*KEY, "only_measures")}
-                    stream.write(json.dumps({**parts, "error": found}) + "\n")
-                    said = found
+                    stream.write(json.dumps({**parts, "error": answer}) + "\n")
+                    note = answer
                 else:
                     done += 1
-                    stream.write("".join(json.dumps(line) + "\n" for line in found))
-                    said = " ".join(f"{k} {v:.0f}" for k, v in found[0]["seconds"].items())
+                    stream.write("".join(json.dumps(line) + "\n" for line in answer))
+                    note = " ".join(f"{k} {v:.0f}" for k, v in answer[0]["seconds"].items())
                 stream.flush()
                 now = time.monotonic() - begun
-                print(f"{now:.0f} s: {cell.name}: {took:.1f} s ({said}); {done} done, {failed} failed, "
+                print(f"{now:.0f} s: {cell.name}: {took:.1f} s ({note}); {done} done, {failed} failed, "
                       f"{len(left)} left", flush=True)  # fmt: skip
     names = ", ".join(w.cell.name for w in workers if w.cell)
     print(f"stopped, and left for another time: {names}", flush=True)
@@ -188,9 +188,9 @@ def main() -> None:
     more = {"glyphs": list(options.glyphs), "minilm": list(options.minilm)}
     if cards == ["cpu"]:
         more = {world: [*lines, "device=cpu", "trainer.accelerator=cpu"] for world, lines in more.items()}
-    places = (cards * options.per_card)[: len(left)]
+    slots = (cards * options.per_card)[: len(left)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
-    workers = [Worker(card, options.store.resolve(), more, options.small) for card in places]
+    workers = [Worker(card, options.store.resolve(), more, options.small) for card in slots]
     stop = options.stop if options.stop is not None else options.minutes + 1
     try:
         run(left, workers, options.out, (began + 60 * options.minutes, began + 60 * stop))

@@ -14,10 +14,10 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from mergekit_lab.backbones.classification import Crops, ImageObjective, check_crop
@@ -29,15 +29,10 @@ from mergekit_lab.backbones.objective import Backbone
 from mergekit_lab.checkpoints import Checkpoint, open_checkpoint, write_tensors
 from mergekit_lab.errors import InputError, say_error
 from mergekit_lab.machine import list_devices
-from mergekit_lab.ranges import require_choice
+from mergekit_lab.ranges import check_settings
 from mergekit_lab.tasks import ImageTask, Keeper, Task
 
-HEADS: dict[str, Any] = {
-    "zero_shot": None,
-    "prototype": make_prototype_head,
-    "linear_probe": make_linear_probe_head,
-}
-PRECISIONS = ("float32", "bfloat16")
+_HEADS: dict[str, Any] = {"prototype": make_prototype_head, "linear_probe": make_linear_probe_head}
 _HUB_NAMES = {
     "ViT-B-32": "clip-vit-base-patch32",
     "ViT-B-16": "clip-vit-base-patch16",
@@ -72,15 +67,14 @@ class OpenClip(Backbone):
     architecture: str
     weights: str | None
     seed: int = 0
-    head: str = "zero_shot"
+    head: Literal["zero_shot", "prototype", "linear_probe"] = "zero_shot"
     crop: Sequence[float] | None = None
     flip: bool = False
-    precision: str = "float32"
+    precision: Literal["float32", "bfloat16"] = "float32"
     keep: Keeper | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        require_choice("backbone.head", self.head, HEADS)
-        require_choice("backbone.precision", self.precision, PRECISIONS)
+        check_settings(OpenClip, vars(self), "backbone.{}")
         check_crop(self.crop)
 
     def with_keeper(self, keep: Keeper) -> OpenClip:
@@ -149,7 +143,7 @@ class OpenClip(Backbone):
             return self.make_zero_shot_head(task.classes, task.templates)
         device = torch.device(list_devices()[0])
         temperature = float(make_whole_model(self.key).logit_scale.detach().exp())
-        return HEADS[self.head](self.make_model().to(device), task, temperature, device)
+        return _HEADS[self.head](self.make_model().to(device), task, temperature, device)
 
     @property
     def source(self) -> ClipWeights | None:
@@ -179,7 +173,9 @@ class OpenClip(Backbone):
             )
         import open_clip
 
-        model = make_whole_model(self.key)
+        device = torch.device(list_devices()[0])
+        whole = make_whole_model(self.key)
+        model = whole if device.type == "cpu" else _copy_text_tower(whole, device)
         tokenizer = open_clip.get_tokenizer(register_architecture(self.architecture))
         rows = [tokenizer([template.format(name) for template in templates]) for name in classes]
         seen: dict[bytes, str] = {}
@@ -191,9 +187,9 @@ class OpenClip(Backbone):
                     f"{row.shape[1]} tokens: shorten the templates"
                 )
         chunks = torch.cat(rows).split(_TEXTS)
-        features = torch.cat([model.encode_text(chunk, normalize=True) for chunk in chunks])
+        features = torch.cat([model.encode_text(chunk.to(device), normalize=True) for chunk in chunks])
         means = features.unflatten(0, (len(classes), len(templates))).mean(1)
-        return (normalize(means, dim=-1) * model.logit_scale.exp()).float().clone()
+        return (normalize(means, dim=-1) * model.logit_scale.exp()).float().clone().cpu()
 
     def identify(self) -> dict[str, str]:
         """Architecture, weights and their SHA-256. It contains no path."""
@@ -274,6 +270,12 @@ def make_whole_model(key: tuple[str, str | None, int]) -> Any:
             ".safetensors or as a .pt of plain tensors"
         ) from error
     return model.eval()
+
+
+@lru_cache(maxsize=1)
+def _copy_text_tower(whole: Any, device: torch.device) -> Any:
+    """All but the image tower on a device. One is kept: tasks ask in turn."""
+    return deepcopy(whole, {id(whole.visual): nn.Identity()}).to(device)
 
 
 @contextmanager

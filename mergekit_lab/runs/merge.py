@@ -77,7 +77,10 @@ def stage_merge(run: Run) -> None:
     """Choose each coefficient and write each merged model, on the run's devices."""
     if not run.mergers:
         log.info("merge: this run names no merger; set merger=NAME")
-    run.make(stage_merge, merge_nodes(run))
+    try:
+        run.make(stage_merge, merge_nodes(run))
+    finally:
+        run.moved.clear()
 
 
 def _say(merger: Merger, merged: Artifact) -> str:
@@ -109,7 +112,7 @@ def _merge(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
         method = AdaMerging(weights=json.loads(learned.read_text()))
     notes: dict[str, dict[str, object]] = {}
     reset_peak_memory(run.device)
-    write_tensors(workspace.out / MODEL, merge_experts(run, method, notes=notes))
+    write_tensors(workspace.out / MODEL, merge_experts(run, method, notes=notes, stays=True))
     if method.by_task:
         _write_task_factors(run, method, workspace.out / TASK_FACTORS)
     (workspace.out / "notes.json").write_text(json.dumps(notes, indent=1))

@@ -115,6 +115,8 @@ class Run:
         self._logged: dict[str, str] = {}
         """References of products by the names of their nodes."""
         self._objectives: dict[str, Objective] = {}
+        self.moved: dict[Path | None, dict[str, Tensor]] = {}
+        """Files of artifacts that stay on the device for the next merge, and the base, of no file."""
         self._pool: Pool | None = None
         self._compiled: nn.Module | None = None
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import TinyEncoder, TinyTask, tiny_objective
+from tiny import TinyEncoder, TinyTask, make_tiny_objective
 from torch import nn
 
 from mergekit_lab import InputError
@@ -20,34 +20,34 @@ from mergekit_lab.backbones import Objective
 HEAD = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 
 
-def experts(model: nn.Module, names=("a", "b", "c"), scale: float = 0.3):
+def make_experts(model: nn.Module, names=("a", "b", "c"), scale: float = 0.3):
     base = {n: t.clone() for n, t in model.state_dict().items()}
-    found = {}
+    models = {}
     for seed, name in enumerate(names):
         generator = torch.Generator().manual_seed(seed)
-        found[name] = {n: t + scale * torch.randn(t.shape, generator=generator) for n, t in base.items()}
-    return base, found
+        models[name] = {n: t + scale * torch.randn(t.shape, generator=generator) for n, t in base.items()}
+    return base, models
 
 
-def tasks(names=("a", "b")) -> dict[str, Sample]:
+def make_tasks(names=("a", "b")) -> dict[str, Sample]:
     return {
-        name: Sample(tiny_objective(HEAD + seed, size=31, seed=seed), "train", torch.arange(31))
+        name: Sample(make_tiny_objective(HEAD + seed, size=31, seed=seed), "train", torch.arange(31))
         for seed, name in enumerate(names)
     }
 
 
-def at(base, ends, **alphas):
+def move(base, ends, **alphas):
     return {n: t + sum(a * (ends[e][n] - t) for e, a in alphas.items()) for n, t in base.items()}
 
 
 def test_weights_go_anywhere_and_come_back_without_drift() -> None:
     model = TinyEncoder()
-    base, ends = experts(model)
+    base, ends = make_experts(model)
     weights = Weights(model, base, ends)
     for step in range(200):
         weights.move({"a": 0.01 * step, "b": -1.0})
     weights.move({"a": 0.4, "c": 0.7})
-    for name, value in at(base, ends, a=0.4, c=0.7).items():
+    for name, value in move(base, ends, a=0.4, c=0.7).items():
         torch.testing.assert_close(model.state_dict()[name], value)
     weights.move({})
     assert all(torch.equal(model.state_dict()[n], t) for n, t in base.items())
@@ -55,14 +55,14 @@ def test_weights_go_anywhere_and_come_back_without_drift() -> None:
 
 def test_a_state_that_lacks_tensors_is_named() -> None:
     model = TinyEncoder()
-    base, ends = experts(model)
+    base, ends = make_experts(model)
     ends["b"].pop("body.1.bias")
     with pytest.raises(InputError, match=r"lacks 1 tensors.*\(body.1.bias\)"):
         Weights(model, base, ends)
 
 
 def test_scores_are_cross_entropy_and_accuracy_whatever_the_batch() -> None:
-    model, task = TinyEncoder().train(), tasks()["b"]
+    model, task = TinyEncoder().train(), make_tasks()["b"]
     small, large = task.score(model, 4), task.score(model, 100)
     model.eval()
     images, labels = task.objective.make_batch("train", task.index)
@@ -77,22 +77,22 @@ def test_scores_are_cross_entropy_and_accuracy_whatever_the_batch() -> None:
 @pytest.mark.parametrize("others", [{}, {"c": 0.3}])
 def test_a_plane_has_every_points_loss_and_disagreement(others) -> None:
     model = TinyEncoder()
-    base, ends = experts(model)
+    base, ends = make_experts(model)
     alphas = [-0.5, 0.0, 1.0]
-    both = tasks()
+    both = make_tasks()
     rows = list(evaluate_plane(model, Weights(model, base, ends), both, ("a", "b"), alphas, others=others))
 
-    def predicted(state, name):
+    def predict(state, name):
         model.load_state_dict(state)
         return both[name].score(model)
 
     for i, first in enumerate(alphas):
         for j, second in enumerate(alphas):
-            merged = at(base, ends, a=first, b=second, **others)
-            scores = {name: predicted(merged, name) for name in both}
+            merged = move(base, ends, a=first, b=second, **others)
+            scores = {name: predict(merged, name) for name in both}
             xi = 0.0
             for name, a in (("a", first), ("b", second)):
-                alone = predicted(at(base, ends, **{name: a}), name).predictions
+                alone = predict(move(base, ends, **{name: a}), name).predictions
                 xi += sum(x != y for x, y in zip(scores[name].predictions, alone, strict=True)) / 31
             assert rows[i]["xi"][j] == pytest.approx(xi)
             for name in both:
@@ -103,26 +103,26 @@ def test_a_plane_has_every_points_loss_and_disagreement(others) -> None:
 
 def test_a_plane_goes_on_from_any_row() -> None:
     model = TinyEncoder()
-    base, ends = experts(model)
+    base, ends = make_experts(model)
     weights = Weights(model, base, ends)
-    whole = list(evaluate_plane(model, weights, tasks(), ("a", "b"), [0.0, 0.5, 1.0]))
-    assert list(evaluate_plane(model, weights, tasks(), ("a", "b"), [0.0, 0.5, 1.0], start=1)) == whole[1:]
+    whole = list(evaluate_plane(model, weights, make_tasks(), ("a", "b"), [0.0, 0.5, 1.0]))
+    assert list(evaluate_plane(model, weights, make_tasks(), ("a", "b"), [0.0, 0.5, 1.0], start=1)) == whole[1:]
 
 
 def test_where_a_vector_is_alone_nothing_is_entangled() -> None:
     model = TinyEncoder()
-    base, ends = experts(model)
+    base, ends = make_experts(model)
     ends["b"] = dict(base)
-    rows = list(evaluate_plane(model, Weights(model, base, ends), tasks(), ("a", "b"), [0.0, 1.0]))
+    rows = list(evaluate_plane(model, Weights(model, base, ends), make_tasks(), ("a", "b"), [0.0, 1.0]))
     assert rows[0]["xi"] == [0.0, 0.0]
     assert rows[1]["xi"][0] == rows[1]["xi"][1]
 
 
 def test_a_line_is_the_plane_without_the_other() -> None:
     model = TinyEncoder()
-    base, ends = experts(model)
-    along = evaluate_line(model, base, ends["a"], [0.0, 0.5], tasks())
-    across = list(evaluate_plane(model, Weights(model, base, ends), tasks(), ("a", "b"), [0.0, 0.5]))
+    base, ends = make_experts(model)
+    along = evaluate_line(model, base, ends["a"], [0.0, 0.5], make_tasks())
+    across = list(evaluate_plane(model, Weights(model, base, ends), make_tasks(), ("a", "b"), [0.0, 0.5]))
     assert along["b"]["loss"] == [across[0]["loss/b"][0], across[1]["loss/b"][0]]
 
 
@@ -132,7 +132,7 @@ def test_a_barrier_is_the_rise_above_the_straight_line() -> None:
     assert measure_barrier([2.0, 0.0, 1.0], [0.0, 0.5, 1.0]) == 0
 
 
-class Rows(Objective):
+class RandomRows(Objective):
     """Nine random rows, which a model maps to its logits."""
 
     x = torch.randn(9, 6, generator=torch.Generator().manual_seed(0))
@@ -161,14 +161,16 @@ class Deep(nn.Module):
 
 def test_ctl_is_its_definition_per_block() -> None:
     model = Deep(nn.Tanh())
-    base, ends = experts(model, ("a", "b"))
-    x = Rows.x
-    samples = [Sample(Rows(), "train", torch.arange(9))]
+    base, ends = make_experts(model, ("a", "b"))
+    x = RandomRows.x
+    samples = [Sample(RandomRows(), "train", torch.arange(9))]
     blocks = find_blocks(model)
     assert list(blocks) == ["layers.0", "layers.1", "layers.2"]
-    found = cross_task_linearity(model, blocks, Weights(model, base, ends), ("a", "b"), samples, batch_size=4)
+    linearity = cross_task_linearity(
+        model, blocks, Weights(model, base, ends), ("a", "b"), samples, batch_size=4
+    )
 
-    def features(state):
+    def compute_features(state):
         model.load_state_dict(state)
         kept, y = [], x
         for layer in model.layers:
@@ -176,13 +178,13 @@ def test_ctl_is_its_definition_per_block() -> None:
             y = torch.tanh(kept[-1])
         return kept
 
-    places = [{"a": 0.3, "b": 0.3}, {"a": 0.6}, {"b": 0.6}]
-    merged, one, other = (features(at(base, ends, **p)) for p in places)
-    for value, m, s, t in zip(found.values(), merged, one, other, strict=True):
+    weights = [{"a": 0.3, "b": 0.3}, {"a": 0.6}, {"b": 0.6}]
+    merged, one, other = (compute_features(move(base, ends, **p)) for p in weights)
+    for value, m, s, t in zip(linearity.values(), merged, one, other, strict=True):
         near = nn.functional.cosine_similarity(m, (s + t) / 2, dim=1)
         assert value == pytest.approx(float((1 - near).mean()), abs=1e-6)
-    assert found["layers.0"] == pytest.approx(0, abs=1e-6)
-    assert found["layers.2"] > 1e-4
+    assert linearity["layers.0"] == pytest.approx(0, abs=1e-6)
+    assert linearity["layers.2"] > 1e-4
 
 
 def test_a_model_without_blocks_is_refused() -> None:

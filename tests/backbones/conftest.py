@@ -8,9 +8,11 @@ KINDS = ("llama", "qwen2", "t5")
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
-    return {kind: save_tiny(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
+    return {
+        architecture: save_tiny(tmp_path_factory.mktemp(architecture), architecture) for architecture in KINDS
+    }
 
 
 @pytest.fixture(params=KINDS)
-def kind(request) -> str:
+def architecture(request) -> str:
     return request.param

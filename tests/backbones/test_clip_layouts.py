@@ -57,9 +57,9 @@ def theirs():
 
 @pytest.fixture(scope="module")
 def folder(theirs, tmp_path_factory):
-    place = tmp_path_factory.mktemp("clip")
-    theirs.save_pretrained(place)
-    return place
+    folder = tmp_path_factory.mktemp("clip")
+    theirs.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def pixels():
     return torch.randint(0, 256, (3, 3, SIDE, SIDE), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
 
 
-def _normalized(backbone: OpenClip, pixels):
+def _normalize(backbone: OpenClip, pixels):
     encoder = backbone.make_model()
     return (pixels / 255 - encoder.mean) / encoder.std
 
@@ -77,7 +77,7 @@ def test_a_folder_of_transformers_gives_the_features_that_transformers_gives(the
     ours.make_model()
     assert "initialized randomly" not in caplog.text
     with torch.no_grad():
-        images = theirs.get_image_features(pixel_values=_normalized(ours, pixels)).pooler_output
+        images = theirs.get_image_features(pixel_values=_normalize(ours, pixels)).pooler_output
         torch.testing.assert_close(ours.make_model()(pixels), normalize(images, dim=-1), atol=1e-5, rtol=0)
         tokens = open_clip.get_tokenizer("ViT-B-32")(["a photo of a cat.", "a dog"])
         texts = theirs.get_text_features(input_ids=tokens).pooler_output
@@ -113,7 +113,7 @@ def test_a_public_expert_on_the_backbones_projection_gives_the_same_features(the
     encoder = backbone.make_model()
     encoder.load_state_dict(as_image_tower(open_checkpoint(tmp_path), encoder.state_dict(), "expert"))
     with torch.no_grad():
-        pooled = expert(pixel_values=_normalized(backbone, pixels)).pooler_output
+        pooled = expert(pixel_values=_normalize(backbone, pixels)).pooler_output
         expected = normalize(theirs.visual_projection(pooled), dim=-1)
         torch.testing.assert_close(encoder(pixels), expected, atol=1e-5, rtol=0)
 
@@ -129,7 +129,7 @@ def test_what_is_written_for_transformers_loads_there_and_gives_our_features(fol
     model, report = CLIPVisionModelWithProjection.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"]
     with torch.no_grad():
-        images = model.eval()(pixel_values=_normalized(backbone, pixels)).image_embeds
+        images = model.eval()(pixel_values=_normalize(backbone, pixels)).image_embeds
         torch.testing.assert_close(encoder(pixels), normalize(images, dim=-1), atol=1e-5, rtol=0)
 
 
@@ -145,8 +145,8 @@ def test_state_dicts_below_a_prefix_are_found(prefix):
     """Task arithmetic's encoders hold the whole model as `model`."""
     whole = room.make_whole_model(OpenClip("tiny-layout", None, seed=1).key).state_dict()
     base = OpenClip("tiny-layout", None).make_model().state_dict()
-    found = as_image_tower({prefix + name: tensor for name, tensor in whole.items()}, base, "cars")
-    assert all(torch.equal(found[name], whole[name]) for name in base)
+    tower = as_image_tower({prefix + name: tensor for name, tensor in whole.items()}, base, "cars")
+    assert all(torch.equal(tower[name], whole[name]) for name in base)
 
 
 def test_an_expert_of_another_architecture_is_refused_by_its_tensors(theirs):
@@ -165,36 +165,36 @@ def test_a_pickle_of_a_whole_module_is_refused_with_the_way_out(tmp_path):
         open_checkpoint(tmp_path / "finetuned.pt")
 
 
-def _image_tower(theirs, kind: str, place):
+def _save_image_tower(theirs, layout: str, folder):
     """The image tower of a whole model as a folder: in transformers' layouts, or in open_clip's."""
     from transformers import CLIPVisionModel, CLIPVisionModelWithProjection
 
-    if kind == "open_clip":
+    if layout == "open_clip":
         whole = from_transformers(theirs.state_dict())
-        torch.save({n: t for n, t in whole.items() if n.startswith("visual.")}, place / "open_clip_model.pt")
-        (place / "open_clip_config.json").write_text('{"model_cfg": {"quick_gelu": true}}')
-        return place
+        torch.save({n: t for n, t in whole.items() if n.startswith("visual.")}, folder / "open_clip_model.pt")
+        (folder / "open_clip_config.json").write_text('{"model_cfg": {"quick_gelu": true}}')
+        return folder
     classes = {
         "CLIPVisionModel": CLIPVisionModel,
         "CLIPVisionModelWithProjection": CLIPVisionModelWithProjection,
     }
-    model = classes[kind](theirs.config.vision_config)
+    model = classes[layout](theirs.config.vision_config)
     whole, stem = (
         theirs.state_dict(),
         "" if "vision_model.pre_layrnorm.bias" in model.state_dict() else "vision_model.",
     )
     model.load_state_dict({name: whole[stem + name] for name in model.state_dict()})
-    model.save_pretrained(place)
-    return place
+    model.save_pretrained(folder)
+    return folder
 
 
-@pytest.mark.parametrize("kind", ["CLIPVisionModel", "CLIPVisionModelWithProjection", "open_clip"])
-def test_an_image_tower_alone_gives_its_features_and_heads_from_images(kind, theirs, pixels, tmp_path):
-    backbone = OpenClip("tiny-plain", str(_image_tower(theirs, kind, tmp_path)), head="prototype")
+@pytest.mark.parametrize("layout", ["CLIPVisionModel", "CLIPVisionModelWithProjection", "open_clip"])
+def test_an_image_tower_alone_gives_its_features_and_heads_from_images(layout, theirs, pixels, tmp_path):
+    backbone = OpenClip("tiny-plain", str(_save_image_tower(theirs, layout, tmp_path)), head="prototype")
     assert backbone.uses_quick_gelu()
     with torch.no_grad():
-        expected = theirs.vision_model(pixel_values=_normalized(backbone, pixels)).pooler_output
-        if kind != "CLIPVisionModel":
+        expected = theirs.vision_model(pixel_values=_normalize(backbone, pixels)).pooler_output
+        if layout != "CLIPVisionModel":
             expected = theirs.visual_projection(expected)
         torch.testing.assert_close(
             backbone.make_model()(pixels), normalize(expected, dim=-1), atol=1e-5, rtol=0
@@ -206,7 +206,7 @@ def test_an_image_tower_alone_gives_its_features_and_heads_from_images(kind, the
 
 
 def test_a_zero_shot_head_for_an_image_tower_alone_is_refused_before_any_work(theirs, tmp_path):
-    backbone = OpenClip("tiny-layout", str(_image_tower(theirs, "CLIPVisionModel", tmp_path)))
+    backbone = OpenClip("tiny-layout", str(_save_image_tower(theirs, "CLIPVisionModel", tmp_path)))
     with pytest.raises(InputError, match=r"backbone.head=prototype.*linear_probe"):
         backbone.check(Digits(train_size=20, validation_size=10, test_size=10))
     with pytest.raises(InputError, match="no text tower"):

@@ -20,10 +20,10 @@ FILES = [path for path in sorted(CONF.glob("*.yaml")) if "backbones.OpenClip" in
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_backbone_file_states_every_field_and_known_names(path):
     content = yaml.safe_load(path.read_text())
-    made = get_class(content.pop("_target_"))(**content)
-    assert set(content) == {field.name for field in fields(made)} - {"keep"}
-    tags = open_clip.list_pretrained_tags_by_model(register_architecture(made.architecture))
-    assert made.weights in tags or made.weights == "asset:glyph_clip"
+    backbone = get_class(content.pop("_target_"))(**content)
+    assert set(content) == {field.name for field in fields(backbone)} - {"keep"}
+    tags = open_clip.list_pretrained_tags_by_model(register_architecture(backbone.architecture))
+    assert backbone.weights in tags or backbone.weights == "asset:glyph_clip"
 
 
 @pytest.mark.parametrize(("name", "repository"), REPOSITORIES.items())
@@ -34,15 +34,15 @@ def test_the_repositories_that_are_known_without_open_clip_are_open_clips(name, 
 
 
 @pytest.mark.parametrize(
-    ("kind", "group"), [(backbones.Backbone, "backbone"), (backbones.Parametrization, "finetuning")]
+    ("base_class", "group"), [(backbones.Backbone, "backbone"), (backbones.Parametrization, "finetuning")]
 )
-def test_every_kind_is_exported_and_has_a_configuration(kind: type, group: str) -> None:
+def test_every_kind_is_exported_and_has_a_configuration(base_class: type, group: str) -> None:
     targets = "".join(path.read_text() for path in (ROOT / group).glob("*.yaml"))
-    for made in kind.__subclasses__():
-        if made.__module__.startswith("mergekit_lab.") and not inspect.isabstract(made):
-            assert made.__name__ in backbones.__all__, f"{made.__name__} is no name of mergekit_lab.backbones"
-            target = f"mergekit_lab.backbones.{made.__name__}\n"
-            assert target in targets, f"{made.__name__} has no file in conf/{group}"
+    for cls in base_class.__subclasses__():
+        if cls.__module__.startswith("mergekit_lab.") and not inspect.isabstract(cls):
+            assert cls.__name__ in backbones.__all__, f"{cls.__name__} is no name of mergekit_lab.backbones"
+            target = f"mergekit_lab.backbones.{cls.__name__}\n"
+            assert target in targets, f"{cls.__name__} has no file in conf/{group}"
 
 
 def test_the_page_lists_every_backbone() -> None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from language import Colors, one_loss, tiny_backbone
+from language import Colors, compute_loss, make_tiny_backbone
 from torch import nn
 from torch.nn import functional
 
@@ -17,48 +17,52 @@ from mergekit_lab.backbones.reading import Reading
 from mergekit_lab.evaluation import score
 
 
-def test_choice_scores_are_the_log_likelihoods_of_each_choice_after_its_prompt(folders, kind) -> None:
-    backbone = tiny_backbone(folders[kind], kind)
+def test_choice_scores_are_the_log_likelihoods_of_each_choice_after_its_prompt(folders, architecture) -> None:
+    backbone = make_tiny_backbone(folders[architecture], architecture)
     objective, samples = backbone.make_objective(Colors()), Colors().load_samples("test")
     prompts = objective.encode("test").prompts[:5]
     with torch.no_grad():
-        found = objective.score_choices(backbone.make_model(), prompts)
-    for row, prompt in zip(found, samples.prompts, strict=False):
+        scores = objective.score_choices(backbone.make_model(), prompts)
+    for row, prompt in zip(scores, samples.prompts, strict=False):
         for value, choice in zip(row, Colors().choices, strict=True):
-            torch.testing.assert_close(value, -one_loss(backbone, kind, prompt, choice), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                value, -compute_loss(backbone, architecture, prompt, choice), rtol=1e-4, atol=1e-4
+            )
 
 
-def test_the_likeliest_choice_is_the_answer_for_any_batch_size(folders, kind) -> None:
-    backbone = tiny_backbone(folders[kind], kind)
+def test_the_likeliest_choice_is_the_answer_for_any_batch_size(folders, architecture) -> None:
+    backbone = make_tiny_backbone(folders[architecture], architecture)
     objective, model = backbone.make_objective(Colors()), backbone.make_model()
-    found = [score(model, objective, "test", batch_size=size) for size in (1, 7, 512)]
-    assert found[0].predictions == found[1].predictions == found[2].predictions
-    right = [p == a for p, a in zip(found[0].predictions, Colors().load_samples("test").answers, strict=True)]
-    assert found[0].value == sum(right) / len(right)
+    scores = [score(model, objective, "test", batch_size=size) for size in (1, 7, 512)]
+    assert scores[0].predictions == scores[1].predictions == scores[2].predictions
+    correct = [
+        p == a for p, a in zip(scores[0].predictions, Colors().load_samples("test").answers, strict=True)
+    ]
+    assert scores[0].value == sum(correct) / len(correct)
 
 
-def test_generated_answers_are_those_of_one_prompt_at_a_time_without_a_cache(folders, kind) -> None:
+def test_generated_answers_are_those_of_one_prompt_at_a_time_without_a_cache(folders, architecture) -> None:
     """The folder's own generation settings sample at a temperature: answers are greedy all the same."""
-    backbone = tiny_backbone(folders[kind], kind, answering="generate")
+    backbone = make_tiny_backbone(folders[architecture], architecture, answering="generate")
     objective, model, tok = (
         backbone.make_objective(Colors()),
         backbone.make_model(),
-        load_tokenizer(str(folders[kind])),
+        load_tokenizer(str(folders[architecture])),
     )
-    found = score(model, objective, "test", batch_size=7).predictions
-    for place, prompt in enumerate(objective.encode("test").prompts[:6]):
+    predictions = score(model, objective, "test", batch_size=7).predictions
+    for index, prompt in enumerate(objective.encode("test").prompts[:6]):
         row = prompt[None]
-        made = [259] if kind == "t5" else []
+        generated = [259] if architecture == "t5" else []
         for _ in range(5):
             with torch.no_grad():
-                if kind == "t5":
-                    logits = model(input_ids=row, decoder_input_ids=torch.tensor([made])).logits
+                if architecture == "t5":
+                    logits = model(input_ids=row, decoder_input_ids=torch.tensor([generated])).logits
                 else:
-                    logits = model(torch.cat([row, torch.tensor([made], dtype=torch.int64)], dim=1)).logits
-            made.append(int(logits[0, -1].argmax()))
-            if made[-1] == 256:
+                    logits = model(torch.cat([row, torch.tensor([generated], dtype=torch.int64)], dim=1)).logits
+            generated.append(int(logits[0, -1].argmax()))
+            if generated[-1] == 256:
                 break
-        assert found[place] == tok.decode(made, skip_special_tokens=True)
+        assert predictions[index] == tok.decode(generated, skip_special_tokens=True)
 
 
 def test_a_forward_pass_has_the_rows_whose_logits_fit_of_those_that_it_makes(folders, monkeypatch) -> None:
@@ -66,7 +70,7 @@ def test_a_forward_pass_has_the_rows_whose_logits_fit_of_those_that_it_makes(fol
     sizes: list[int] = []
     monkeypatch.setattr(text, "_LOGITS", 260 * 240)
     for answering, cached in (("generate", True), ("choices", True), ("generate", False)):
-        backbone = tiny_backbone(folders["llama"], "llama", answering=answering)
+        backbone = make_tiny_backbone(folders["llama"], "llama", answering=answering)
         objective, model = backbone.make_objective(Colors(max_new_tokens=15)), nn.Linear(1, 1)
         if cached:
             model.generate = nn.Identity()
@@ -87,12 +91,12 @@ def test_padding_that_sees_nothing_does_not_reach_answers_where_cudnn_makes_it_n
     real = functional.scaled_dot_product_attention
 
     def as_cudnn(query, key, value, attn_mask=None, **options):
-        found = real(query, key, value, attn_mask=attn_mask, **options)
+        attended = real(query, key, value, attn_mask=attn_mask, **options)
         if attn_mask is not None and torch.backends.cuda.cudnn_sdp_enabled():
-            found = found.masked_fill(~attn_mask.any(dim=-1, keepdim=True), torch.nan)
-        return found
+            attended = attended.masked_fill(~attn_mask.any(dim=-1, keepdim=True), torch.nan)
+        return attended
 
-    backbone = tiny_backbone(folders["llama"], "llama", answering="generate")
+    backbone = make_tiny_backbone(folders["llama"], "llama", answering="generate")
     objective, model = backbone.make_objective(Colors()), backbone.make_model()
     wanted = score(model, objective, "test", batch_size=1).predictions
     monkeypatch.setattr(functional, "scaled_dot_product_attention", as_cudnn)
@@ -107,7 +111,7 @@ def test_decoding_ends_at_the_token_that_ends_answers_whatever_the_folder_says(f
     shutil.copytree(folders["llama"], tmp_path / "other")
     file = tmp_path / "other/generation_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [3]}))
-    backbone = tiny_backbone(tmp_path / "other", "llama", answering="generate")
+    backbone = make_tiny_backbone(tmp_path / "other", "llama", answering="generate")
     model, objective = backbone.make_model(), backbone.make_objective(Colors())
     seen = []
     real = model.generate
@@ -136,7 +140,7 @@ def test_choices_that_a_tokenizer_makes_the_same_are_refused(folders) -> None:
 
 
 def test_settings_of_generation_in_a_folder_reach_no_answer_with_adapters_or_without(folders) -> None:
-    backbone = tiny_backbone(folders["llama"], "llama", answering="generate")
+    backbone = make_tiny_backbone(folders["llama"], "llama", answering="generate")
     objective = backbone.make_objective(Colors())
     wanted = score(backbone.make_model(), objective, "test").predictions
     for model in (backbone.make_model(), LoRA(rank=2).make_trainable(backbone.make_model(), seed=0)):
@@ -162,25 +166,25 @@ class Uncached(nn.Module):
         return self.get_base_model()(**inputs, use_cache=False)
 
 
-@pytest.mark.parametrize("kind", ["llama", "t5"])
-def test_decoding_without_a_cache_gives_what_transformers_gives(folders, kind) -> None:
-    backbone = tiny_backbone(folders[kind], kind, answering="generate")
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_decoding_without_a_cache_gives_what_transformers_gives(folders, architecture) -> None:
+    backbone = make_tiny_backbone(folders[architecture], architecture, answering="generate")
     objective, model = backbone.make_objective(Colors(max_new_tokens=9)), backbone.make_model()
     index = torch.arange(8)
     torch.manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.5 * torch.randn_like(p))
-        found = objective.predict(Uncached(model), "test", index)
-        assert found == objective.predict(model, "test", index)
-    assert len(set(found)) > 1
+        predictions = objective.predict(Uncached(model), "test", index)
+        assert predictions == objective.predict(model, "test", index)
+    assert len(set(predictions)) > 1
 
 
-@pytest.mark.parametrize("kind", ["llama", "t5"])
-def test_a_linearized_language_model_learns_decodes_and_chooses(folders, kind) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_a_linearized_language_model_learns_decodes_and_chooses(folders, architecture) -> None:
     index = torch.arange(4)
     for answering in ("choices", "generate"):
-        backbone = tiny_backbone(folders[kind], kind, answering=answering)
+        backbone = make_tiny_backbone(folders[architecture], architecture, answering=answering)
         objective, model = backbone.make_objective(Colors()), backbone.make_model()
         tangent = Linearized().make_trainable(backbone.make_model())
         loss = objective.compute_loss(tangent, objective.make_batch("train", index))
@@ -190,23 +194,23 @@ def test_a_linearized_language_model_learns_decodes_and_chooses(folders, kind) -
             assert objective.predict(tangent, "test", index) == objective.predict(model, "test", index)
 
 
-@pytest.mark.parametrize("kind", ["llama", "t5"])
-def test_choices_of_a_linearized_model_are_scored_by_the_expansion_of_all_of_it(folders, kind) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_choices_of_a_linearized_model_are_scored_by_the_expansion_of_all_of_it(folders, architecture) -> None:
     """Not by one of the decoder around what the encoder's expansion gives."""
-    objective = tiny_backbone(folders[kind], kind).make_objective(Colors())
-    tangent = Linearized().make_trainable(tiny_backbone(folders[kind], kind).make_model())
+    objective = make_tiny_backbone(folders[architecture], architecture).make_objective(Colors())
+    tangent = Linearized().make_trainable(make_tiny_backbone(folders[architecture], architecture).make_model())
     torch.manual_seed(0)
     prompts, choices = objective.encode("test").prompts[:3], objective._choices
     with torch.no_grad():
         for p in tangent.parameters():
             p.add_(0.1 * torch.randn_like(p))
-        found = objective.score_choices(tangent, prompts)
-        wanted = torch.zeros_like(found)
+        scores = objective.score_choices(tangent, prompts)
+        wanted = torch.zeros_like(scores)
         for i, prompt in enumerate(prompts):
             for j, choice in enumerate(choices):
-                if kind == "t5":
+                if architecture == "t5":
                     logits = tangent(input_ids=prompt[None], labels=choice[None]).logits[0]
                 else:
                     logits = tangent(torch.cat([prompt, choice])[None]).logits[0, len(prompt) - 1 : -1]
                 wanted[i, j] = logits.log_softmax(1).gather(1, choice[:, None]).sum()
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(scores, wanted, rtol=1e-4, atol=1e-4)

@@ -46,8 +46,10 @@ def file(tmp_path_factory):
     for name, shape in SHAPES.items():
         numbers = draw.normal(size=shape).astype(np.float32)
         if len(shape) == 2:
-            kind = gguf.GGMLQuantizationType.Q4_1
-            out.add_tensor(f"{name}.weight", gguf.quants.quantize(numbers, kind), raw_dtype=kind)
+            quantization = gguf.GGMLQuantizationType.Q4_1
+            out.add_tensor(
+                f"{name}.weight", gguf.quants.quantize(numbers, quantization), raw_dtype=quantization
+            )
         else:
             out.add_tensor(f"{name}.weight", numbers)
     out.write_header_to_file()
@@ -85,8 +87,8 @@ def test_a_folder_of_it_has_the_same_names_logits_tokens_and_template(file, tmp_
     assert set(open_checkpoint(tmp_path / "out")) == set(model.state_dict())
     ours, theirs = load_tokenizer(str(file)), AutoTokenizer.from_pretrained(tmp_path / "out")
     assert ours("hi you<|end|>").input_ids == theirs("hi you<|end|>").input_ids
-    said = [[{"role": "user", "content": "hi"}]]
-    shown = [t.apply_chat_template(*said, tokenize=False, add_generation_prompt=True) for t in (ours, theirs)]
+    chat = [[{"role": "user", "content": "hi"}]]
+    shown = [t.apply_chat_template(*chat, tokenize=False, add_generation_prompt=True) for t in (ours, theirs)]
     assert shown == ["<|user|>hi<|end|><|says|>"] * 2
     with pytest.raises(InputError, match="already exists"):
         write_folder(str(file), tmp_path / "out")

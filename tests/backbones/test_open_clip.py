@@ -105,16 +105,16 @@ def test_per_sample_gradients_are_those_of_one_sample_at_a_time(images):
     rest = dict(model.named_buffers())
     labels = torch.tensor([0, 3, 4])
 
-    def loss(weights, image, label):
+    def compute_loss(weights, image, label):
         return cross_entropy(functional_call(model, (weights, rest), (image[None],)), label[None])
 
     with sdpa_kernel(SDPBackend.MATH):
-        found = vmap(grad(loss), in_dims=(None, 0, 0))(weights, images.float() / 255, labels)
+        gradients = vmap(grad(compute_loss), in_dims=(None, 0, 0))(weights, images.float() / 255, labels)
     for i in range(3):
         model.zero_grad()
         cross_entropy(model(images[i : i + 1]), labels[i : i + 1]).backward()
         for name, parameter in model.named_parameters():
-            torch.testing.assert_close(found[name][i], parameter.grad, rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(gradients[name][i], parameter.grad, rtol=1e-3, atol=1e-5)
 
 
 def test_mapping_over_stacked_weights_gives_gradients(images):
@@ -200,10 +200,10 @@ def test_unknown_names_are_refused_with_the_nearest(backbone, message):
 
 
 def test_without_a_network_the_message_comes_at_once_and_says_the_way_out(monkeypatch, tmp_path):
-    def refused(*_, **__):
+    def refuse(*_, **__):
         raise OSError("Network is explain_unreachable")
 
-    monkeypatch.setattr(socket, "create_connection", refused)
+    monkeypatch.setattr(socket, "create_connection", refuse)
     monkeypatch.setattr("urllib.request.getproxies", dict)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)

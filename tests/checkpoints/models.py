@@ -11,17 +11,17 @@ _TEXT = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "i
 _IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
-def llama(tied: bool = False, seed: int = 0, vocabulary: int = VOCABULARY, layers: int = 2) -> nn.Module:
+def make_llama(tied: bool = False, seed: int = 0, vocabulary: int = VOCABULARY, layers: int = 2) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=vocabulary, num_key_value_heads=1, tie_word_embeddings=tied, max_position_embeddings=32,
         **_TEXT | _IDS | {"num_hidden_layers": layers},
     )  # fmt: skip
-    return _seeded(lambda: LlamaForCausalLM(config), seed)
+    return _make_seeded(lambda: LlamaForCausalLM(config), seed)
 
 
-def t5(seed: int = 0, **more: Any) -> nn.Module:
+def make_t5(seed: int = 0, **more: Any) -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
@@ -34,50 +34,50 @@ def t5(seed: int = 0, **more: Any) -> nn.Module:
         decoder_start_token_id=0,
         **more,
     )
-    return _seeded(lambda: T5ForConditionalGeneration(config), seed)
+    return _make_seeded(lambda: T5ForConditionalGeneration(config), seed)
 
 
-def t5_1_1(seed: int = 0) -> nn.Module:
+def make_t5_1_1(seed: int = 0) -> nn.Module:
     """Shared embeddings, and a head that is not tied to them."""
-    model: Any = t5(seed, tie_word_embeddings=False)
+    model: Any = make_t5(seed, tie_word_embeddings=False)
     model.lm_head.weight = nn.Parameter(
         torch.randn(VOCABULARY, 16, generator=torch.Generator().manual_seed(seed))
     )
     return model
 
 
-def bert(seed: int = 0) -> nn.Module:
+def make_bert(seed: int = 0) -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(vocab_size=VOCABULARY, max_position_embeddings=32, pad_token_id=0, **_TEXT)
-    return _seeded(lambda: BertForMaskedLM(config), seed)
+    return _make_seeded(lambda: BertForMaskedLM(config), seed)
 
 
-def bart() -> Any:
+def make_bart() -> Any:
     """Whose encoder's names are among those of its decoder."""
     from transformers import BartConfig, BartForConditionalGeneration
 
     each = {"layers": 1, "ffn_dim": 24, "attention_heads": 2}
     sizes = {f"{part}_{key}": value for part in ("encoder", "decoder") for key, value in each.items()}
     config = BartConfig(vocab_size=VOCABULARY, d_model=16, max_position_embeddings=16, **sizes)
-    return _seeded(lambda: BartForConditionalGeneration(config), 0)
+    return _make_seeded(lambda: BartForConditionalGeneration(config), 0)
 
 
-def two_berts() -> Any:
+def make_two_berts() -> Any:
     """An encoder, and a decoder that is another model of the encoder's class with a head."""
     from transformers import EncoderDecoderConfig, EncoderDecoderModel
 
-    config = EncoderDecoderConfig.from_encoder_decoder_configs(bert().config, bert().config)
-    return _seeded(lambda: EncoderDecoderModel(config), 0)
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(make_bert().config, make_bert().config)
+    return _make_seeded(lambda: EncoderDecoderModel(config), 0)
 
 
-def gpt2(seed: int = 0, tied: bool = True) -> nn.Module:
+def make_gpt2(seed: int = 0, tied: bool = True) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
         vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=32, tie_word_embeddings=tied, **_IDS
     )
-    return _seeded(lambda: GPT2LMHeadModel(config), seed)
+    return _make_seeded(lambda: GPT2LMHeadModel(config), seed)
 
 
 def clip(seed: int = 0) -> nn.Module:
@@ -86,7 +86,7 @@ def clip(seed: int = 0) -> nn.Module:
     text = _TEXT | _IDS | {"vocab_size": VOCABULARY, "max_position_embeddings": 12}
     vision = _TEXT | {"image_size": 8, "patch_size": 4}
     config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
-    return _seeded(lambda: CLIPModel(config), seed)
+    return _make_seeded(lambda: CLIPModel(config), seed)
 
 
 OPEN_CLIP: dict[str, Any] = {
@@ -99,7 +99,7 @@ OPEN_CLIP: dict[str, Any] = {
 def open_clip_model(seed: int = 0) -> nn.Module:
     import open_clip
 
-    return _seeded(lambda: open_clip.CLIP(**OPEN_CLIP), seed)
+    return _make_seeded(lambda: open_clip.CLIP(**OPEN_CLIP), seed)
 
 
 TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -109,7 +109,7 @@ TEXT = {
 }  # fmt: skip
 
 
-def siglip(folder: Path, text: int = 16) -> Path:
+def save_siglip(folder: Path, text: int = 16) -> Path:
     """A folder with two towers of the same shapes, unless the text's is wider inside."""
     from transformers import SiglipConfig, SiglipModel
 
@@ -123,7 +123,7 @@ def siglip(folder: Path, text: int = 16) -> Path:
     return folder
 
 
-def gemma3() -> Any:
+def make_gemma3() -> Any:
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     sees = TOWER | {"num_hidden_layers": 1, "image_size": 16, "patch_size": 8, "vision_use_head": False}
@@ -135,7 +135,7 @@ def gemma3() -> Any:
     return Gemma3ForConditionalGeneration(config).eval()
 
 
-def qwen2_vl() -> Any:
+def make_qwen2_vl() -> Any:
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
     rope = {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 1e4}
@@ -148,7 +148,7 @@ def qwen2_vl() -> Any:
     return Qwen2VLForConditionalGeneration(config).eval()
 
 
-def mixtral() -> Any:
+def make_mixtral() -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(**TEXT, num_local_experts=3, num_experts_per_tok=2)
@@ -156,7 +156,7 @@ def mixtral() -> Any:
     return MixtralForCausalLM(config).eval()
 
 
-def granite_moe() -> Any:
+def make_granite_moe() -> Any:
     """Whose stacks have other names in its files than in memory."""
     from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
 
@@ -165,13 +165,13 @@ def granite_moe() -> Any:
     return GraniteMoeForCausalLM(config).eval()
 
 
-def _seeded(make: Any, seed: int) -> nn.Module:
+def _make_seeded(make: Any, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make().eval()
 
 
-def tuned(model: nn.Module, seed: int, scale: float = 0.02) -> nn.Module:
+def tune(model: nn.Module, seed: int, scale: float = 0.02) -> nn.Module:
     """The same model after some training: every parameter a little elsewhere, tied ones together."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -204,7 +204,7 @@ def write_tensors_of(model: nn.Module, folder: Path, tokens: list[str]) -> Path:
     return folder
 
 
-def three(make: Any, folder: Path) -> tuple[Path, dict[str, Path]]:
+def save_three(make: Any, folder: Path) -> tuple[Path, dict[str, Path]]:
     """A base and the experts `cars` and `svhn`, as folders."""
     base = save(make(), folder / "base")
-    return base, {name: save(tuned(make(), seed), folder / name) for name, seed in (("cars", 1), ("svhn", 2))}
+    return base, {name: save(tune(make(), seed), folder / name) for name, seed in (("cars", 1), ("svhn", 2))}

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 from checkpoints.models import (
-    bart,
-    bert,
-    gemma3,
-    granite_moe,
-    llama,
-    mixtral,
-    qwen2_vl,
-    siglip,
-    t5,
-    t5_1_1,
-    two_berts,
+    make_bart,
+    make_bert,
+    make_gemma3,
+    make_granite_moe,
+    make_llama,
+    make_mixtral,
+    make_qwen2_vl,
+    make_t5,
+    make_t5_1_1,
+    make_two_berts,
+    save_siglip,
 )
 from safetensors.torch import load_file, save_file
 
@@ -45,7 +45,7 @@ def adapt(model: Any, folder, **options: Any) -> Any:
     return adapted.eval()
 
 
-def merged_alone(base, adapter, out, **options: Any):
+def merge_alone(base, adapter, out, **options: Any):
     """The folder that comes out where the adapter is all that is merged."""
     return merge(base, {"a": adapter}, out, TaskArithmetic(coefficient=1.0), device="cpu", **options)
 
@@ -58,10 +58,10 @@ QV = {"target_modules": ["q_proj", "v_proj"]}
 def test_a_towers_adapter_is_folded_into_that_tower(tower: str, tmp_path) -> None:
     import transformers
 
-    kind = {"vision": transformers.SiglipVisionModel, "text": transformers.SiglipTextModel}[tower]
-    base = siglip(tmp_path / "base")
-    trained = adapt(kind.from_pretrained(base), tmp_path / "a", **QV)
-    got = kind.from_pretrained(merged_alone(base, tmp_path / "a", tmp_path / "out"))
+    model_class = {"vision": transformers.SiglipVisionModel, "text": transformers.SiglipTextModel}[tower]
+    base = save_siglip(tmp_path / "base")
+    trained = adapt(model_class.from_pretrained(base), tmp_path / "a", **QV)
+    got = model_class.from_pretrained(merge_alone(base, tmp_path / "a", tmp_path / "out"))
     shape = {"vision": torch.rand(1, 3, 16, 16), "text": torch.arange(8)[None]}[tower]
     torch.testing.assert_close(got(shape).pooler_output, trained(shape).pooler_output)
     before, after = (load_file(f / "model.safetensors") for f in (base, tmp_path / "out"))
@@ -78,7 +78,7 @@ def without_a_class(folder) -> None:
 def test_names_that_fit_two_towers_are_refused_unless_something_tells_which(tmp_path) -> None:
     from transformers import SiglipVisionModel
 
-    base = siglip(tmp_path / "base")
+    base = save_siglip(tmp_path / "base")
     adapt(SiglipVisionModel.from_pretrained(base), tmp_path / "a", **QV)
     state = load_file(base / "model.safetensors")
     in_memory = open_checkpoint(tmp_path / "a", base=open_checkpoint(state))  # by the class's prefix
@@ -92,10 +92,10 @@ def test_names_that_fit_two_towers_are_refused_unless_something_tells_which(tmp_
 def test_the_shapes_of_one_tower_tell_which_it_is(tmp_path) -> None:
     from transformers import SiglipTextModel, SiglipVisionModel
 
-    base = siglip(tmp_path / "base", text=48)
-    for kind, tower in ((SiglipVisionModel, "vision_model."), (SiglipTextModel, "text_model.")):
+    base = save_siglip(tmp_path / "base", text=48)
+    for model_class, tower in ((SiglipVisionModel, "vision_model."), (SiglipTextModel, "text_model.")):
         folder = tmp_path / tower
-        adapt(kind.from_pretrained(base), folder, target_modules=["fc1", "q_proj"])
+        adapt(model_class.from_pretrained(base), folder, target_modules=["fc1", "q_proj"])
         without_a_class(folder)
         folded = open_checkpoint(folder, base=open_checkpoint(load_file(base / "model.safetensors")))
         assert {name[: len(tower)] for name in folded.info.targets} == {tower}
@@ -103,7 +103,7 @@ def test_the_shapes_of_one_tower_tell_which_it_is(tmp_path) -> None:
 
 def test_a_class_tells_the_tower_where_files_call_it_otherwise(tmp_path) -> None:
     """The class has `model.language_model.` in memory, and `language_model.model.` in files."""
-    model = gemma3()
+    model = make_gemma3()
     model.save_pretrained(tmp_path / "base")
     adapt(model.model.language_model, tmp_path / "a", target_modules=["q_proj"])
     folded = open_checkpoint(tmp_path / "a", base=open_checkpoint(tmp_path / "base"))
@@ -113,7 +113,7 @@ def test_a_class_tells_the_tower_where_files_call_it_otherwise(tmp_path) -> None
 def test_names_of_one_tower_alone_tell_which_it_is(tmp_path) -> None:
     from transformers import SiglipTextModel
 
-    base = siglip(tmp_path / "base")
+    base = save_siglip(tmp_path / "base")
     adapt(SiglipTextModel.from_pretrained(base), tmp_path / "a", target_modules=["q_proj", "token_embedding"])
     without_a_class(tmp_path / "a")
     folded = open_checkpoint(tmp_path / "a", base=open_checkpoint(load_file(base / "model.safetensors")))
@@ -138,12 +138,12 @@ def test_a_prefix_of_several_parts_is_found_unless_two_fit(tmp_path) -> None:
 
 
 def test_a_part_is_known_by_its_class_unless_two_are_of_that_class(tmp_path) -> None:
-    whole = bart()
+    whole = make_bart()
     whole.save_pretrained(tmp_path / "base")
     adapt(whole.model.encoder, tmp_path / "a", **QV)
     folded = open_checkpoint(tmp_path / "a", base=open_checkpoint(tmp_path / "base"))
     assert all(name.startswith("model.encoder.") for name in folded.info.targets)
-    pair = two_berts()
+    pair = make_two_berts()
     pair.save_pretrained(tmp_path / "pair")
     state = dict(pair.state_dict())
     adapt(pair.encoder, tmp_path / "b", target_modules=["query"])
@@ -171,9 +171,9 @@ def test_a_part_is_known_by_its_class_unless_two_are_of_that_class(tmp_path) -> 
 def test_an_adapter_of_one_of_two_tied_weights_unties_them(options, tied: bool, tmp_path) -> None:
     from transformers import AutoModelForCausalLM
 
-    llama(tied=True).save_pretrained(tmp_path / "base")
-    trained = adapt(llama(tied=True), tmp_path / "a", task_type="CAUSAL_LM", **options)
-    out = merged_alone(tmp_path / "base", tmp_path / "a", tmp_path / "out")
+    make_llama(tied=True).save_pretrained(tmp_path / "base")
+    trained = adapt(make_llama(tied=True), tmp_path / "a", task_type="CAUSAL_LM", **options)
+    out = merge_alone(tmp_path / "base", tmp_path / "a", tmp_path / "out")
     got = AutoModelForCausalLM.from_pretrained(out)
     ids = torch.arange(9)[None]
     torch.testing.assert_close(got(ids).logits, trained(ids).logits, rtol=1e-4, atol=1e-5)
@@ -183,12 +183,12 @@ def test_an_adapter_of_one_of_two_tied_weights_unties_them(options, tied: bool, 
 
 def test_experts_that_stay_tied_are_merged_with_one_that_does_not(tmp_path) -> None:
     """In memory, on a base with both names in its files, and in a dry run alike."""
-    from checkpoints.models import tuned
+    from checkpoints.models import tune
 
-    base = llama(tied=True)
+    base = make_llama(tied=True)
     base.save_pretrained(tmp_path / "base")
-    tuned(llama(tied=True), 5).save_pretrained(tmp_path / "full")
-    adapt(llama(tied=True), tmp_path / "a", target_modules=["embed_tokens"])
+    tune(make_llama(tied=True), 5).save_pretrained(tmp_path / "full")
+    adapt(make_llama(tied=True), tmp_path / "a", target_modules=["embed_tokens"])
     both = tmp_path / "both"
     both.mkdir()
     (both / "config.json").write_text((tmp_path / "base" / "config.json").read_text())
@@ -208,13 +208,13 @@ def test_experts_that_stay_tied_are_merged_with_one_that_does_not(tmp_path) -> N
 
 
 def test_factors_on_the_base_as_it_is_cannot_untie_it(tmp_path) -> None:
-    llama(tied=True).save_pretrained(tmp_path / "base")
-    adapt(llama(tied=True), tmp_path / "a", target_modules=["embed_tokens"])
+    make_llama(tied=True).save_pretrained(tmp_path / "base")
+    adapt(make_llama(tied=True), tmp_path / "a", target_modules=["embed_tokens"])
     with pytest.raises(InputError, match=r"lm_head\.weight"):
         merge(tmp_path / "base", [tmp_path / "a"], tmp_path / "out", TSVM(), device="cpu", format="low_rank")
 
 
-@pytest.mark.parametrize("make", [t5, t5_1_1])
+@pytest.mark.parametrize("make", [make_t5, make_t5_1_1])
 def test_a_tie_that_no_configuration_can_part_is_refused(make, tmp_path) -> None:
     make().save_pretrained(tmp_path / "base")
     adapt(make(), tmp_path / "a", target_modules=["q", "shared"])
@@ -228,15 +228,15 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        (gemma3, {"target_modules": r".*language_model.*q_proj"}),
-        (gemma3, {"target_modules": ["q_proj", "fc1"], "task_type": "CAUSAL_LM"}),
-        (qwen2_vl, {"target_modules": ["q_proj", "qkv", "down_proj"]}),
-        (mixtral, {"target_modules": ["q_proj"], "target_parameters": EXPERTS, "use_rslora": True}),
-        (mixtral, {"target_modules": [], "target_parameters": ["experts.down_proj"]}),
-        (granite_moe, {"target_modules": [], "target_parameters": EXPERTS}),
-        (mixtral, {"target_modules": ["w1", "w2", "w3", "gate"]}),
+        (make_gemma3, {"target_modules": r".*language_model.*q_proj"}),
+        (make_gemma3, {"target_modules": ["q_proj", "fc1"], "task_type": "CAUSAL_LM"}),
+        (make_qwen2_vl, {"target_modules": ["q_proj", "qkv", "down_proj"]}),
+        (make_mixtral, {"target_modules": ["q_proj"], "target_parameters": EXPERTS, "use_rslora": True}),
+        (make_mixtral, {"target_modules": [], "target_parameters": ["experts.down_proj"]}),
+        (make_granite_moe, {"target_modules": [], "target_parameters": EXPERTS}),
+        (make_mixtral, {"target_modules": ["w1", "w2", "w3", "gate"]}),
         (
-            mixtral,
+            make_mixtral,
             {
                 "target_modules": ["q_proj"],
                 "target_parameters": EXPERTS,
@@ -250,7 +250,7 @@ def test_names_in_memory_are_found_in_the_folders_files(make, options, tmp_path)
     """Of a folder, of a state dict, and in both layouts of a mixture's experts."""
     make().save_pretrained(tmp_path / "base")
     trained = adapt(make(), tmp_path / "a", **options)
-    got = type(make()).from_pretrained(merged_alone(tmp_path / "base", tmp_path / "a", tmp_path / "out"))
+    got = type(make()).from_pretrained(merge_alone(tmp_path / "base", tmp_path / "a", tmp_path / "out"))
     wanted = trained.merge_and_unload().state_dict()
     assert any(not torch.equal(value, wanted[name]) for name, value in make().state_dict().items())
     folded = open_checkpoint(tmp_path / "a", base=open_checkpoint(make().state_dict()))
@@ -262,7 +262,7 @@ def test_names_in_memory_are_found_in_the_folders_files(make, options, tmp_path)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adapters_of_single_experts_fit_the_stacks_of_a_mixture(dtype: torch.dtype, tmp_path) -> None:
     """As earlier releases of transformers made them, on what release 5 saves: what they are on the pieces."""
-    model = mixtral().to(dtype)
+    model = make_mixtral().to(dtype)
     model.save_pretrained(tmp_path / "pieces")
     model.save_pretrained(tmp_path / "stacks", save_original_format=False)
     generator, factors = torch.Generator().manual_seed(2), {}
@@ -277,7 +277,7 @@ def test_adapters_of_single_experts_fit_the_stacks_of_a_mixture(dtype: torch.dty
     (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config))
     merged = {
         layout: type(model).from_pretrained(
-            merged_alone(tmp_path / layout, tmp_path / "a", tmp_path / f"{layout}-out")
+            merge_alone(tmp_path / layout, tmp_path / "a", tmp_path / f"{layout}-out")
         )
         for layout in ("pieces", "stacks")
     }
@@ -289,7 +289,7 @@ def test_adapters_of_single_experts_fit_the_stacks_of_a_mixture(dtype: torch.dty
 
 
 def test_new_tokens_bring_their_rows_and_the_unused_copy_is_no_change(tmp_path) -> None:
-    model = llama()
+    model = make_llama()
     model.save_pretrained(tmp_path / "base")
     model.resize_token_embeddings(40, mean_resizing=False)
     trained = adapt(
@@ -310,28 +310,28 @@ def test_new_tokens_bring_their_rows_and_the_unused_copy_is_no_change(tmp_path) 
 def test_all_biases_beside_a_classifier(tmp_path) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    bert().save_pretrained(tmp_path / "pretrained")
+    make_bert().save_pretrained(tmp_path / "pretrained")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "pretrained", num_labels=3)
     model.save_pretrained(tmp_path / "base")
     trained = adapt(model.eval(), tmp_path / "a", task_type="SEQ_CLS", target_modules=["query"], bias="all")
     got = AutoModelForSequenceClassification.from_pretrained(
-        merged_alone(tmp_path / "base", tmp_path / "a", tmp_path / "out")
+        merge_alone(tmp_path / "base", tmp_path / "a", tmp_path / "out")
     )
     ids = torch.arange(9)[None]
     torch.testing.assert_close(got(ids).logits, trained(ids).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_ties_within_a_head_that_is_saved_whole_last_beside_one_that_is_parted(tmp_path) -> None:
-    bert().save_pretrained(tmp_path / "base")
-    trained = adapt(bert(), tmp_path / "a", target_modules=["query"], modules_to_save=["cls"])
-    got = type(bert()).from_pretrained(merged_alone(tmp_path / "base", tmp_path / "a", tmp_path / "out"))
+    make_bert().save_pretrained(tmp_path / "base")
+    trained = adapt(make_bert(), tmp_path / "a", target_modules=["query"], modules_to_save=["cls"])
+    got = type(make_bert()).from_pretrained(merge_alone(tmp_path / "base", tmp_path / "a", tmp_path / "out"))
     ids = torch.arange(9)[None]
     torch.testing.assert_close(got(ids).logits, trained(ids).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_mica_is_plain_lora_once_it_is_trained(tmp_path) -> None:
-    trained = adapt(llama(), tmp_path, target_modules=["q_proj", "up_proj"], init_lora_weights="mica")
-    folded = open_checkpoint(tmp_path, base=open_checkpoint(llama().state_dict()))
+    trained = adapt(make_llama(), tmp_path, target_modules=["q_proj", "up_proj"], init_lora_weights="mica")
+    folded = open_checkpoint(tmp_path, base=open_checkpoint(make_llama().state_dict()))
     for name, value in trained.merge_and_unload().state_dict().items():
         torch.testing.assert_close(folded[name], value)
 
@@ -339,14 +339,14 @@ def test_mica_is_plain_lora_once_it_is_trained(tmp_path) -> None:
 def test_an_adapter_is_found_by_its_file_and_in_a_folder_of_its_name(tmp_path) -> None:
     from peft import LoraConfig, get_peft_model
 
-    adapted = get_peft_model(llama(), LoraConfig(**QV, init_lora_weights=False), adapter_name="math")
+    adapted = get_peft_model(make_llama(), LoraConfig(**QV, init_lora_weights=False), adapter_name="math")
     adapted.save_pretrained(tmp_path / "run")
     assert not (tmp_path / "run" / "adapter_config.json").exists()
-    base = open_checkpoint(llama().state_dict())
+    base = open_checkpoint(make_llama().state_dict())
     wanted = open_checkpoint(tmp_path / "run" / "math", base=base)
     for source in (tmp_path / "run", tmp_path / "run" / "math" / "adapter_model.safetensors"):
-        found = open_checkpoint(source, base=base)
-        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        expert = open_checkpoint(source, base=base)
+        assert all(torch.equal(expert[name], value) for name, value in wanted.items())
     adapted.add_adapter("code", LoraConfig(**QV))
     adapted.save_pretrained(tmp_path / "run")
     with pytest.raises(InputError, match=r"\(code, math\)"):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from checkpoints.models import bert, clip, gpt2, llama, open_clip_model, t5
+from checkpoints.models import clip, make_bert, make_gpt2, make_llama, make_t5, open_clip_model
 from safetensors.torch import load_file, save_file
 
 from mergekit_lab import InputError, open_checkpoint
@@ -17,39 +17,42 @@ pytestmark = [
 ]
 LLAMA = ["q_proj", "v_proj", "up_proj"]
 CASES = {
-    "plain": (llama, {"target_modules": LLAMA}),
+    "plain": (make_llama, {"target_modules": LLAMA}),
     "rank and alpha patterns": (
-        llama,
+        make_llama,
         {
             "target_modules": LLAMA,
             "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.up_proj": 5},
             "alpha_pattern": {"v_proj": 3, "layers.0.mlp.up_proj": 9},
         },
     ),
-    "rank-stabilized": (llama, {"target_modules": LLAMA, "use_rslora": True, "rank_pattern": {"up_proj": 3}}),
-    "DoRA": (llama, {"target_modules": LLAMA, "use_dora": True}),
-    "DoRA on embeddings": (llama, {"target_modules": ["embed_tokens", "q_proj"], "use_dora": True}),
+    "rank-stabilized": (
+        make_llama,
+        {"target_modules": LLAMA, "use_rslora": True, "rank_pattern": {"up_proj": 3}},
+    ),
+    "DoRA": (make_llama, {"target_modules": LLAMA, "use_dora": True}),
+    "DoRA on embeddings": (make_llama, {"target_modules": ["embed_tokens", "q_proj"], "use_dora": True}),
     "embeddings and a head that is saved": (
-        llama,
+        make_llama,
         {"target_modules": ["embed_tokens", "o_proj"], "modules_to_save": ["lm_head", "norm"]},
     ),
-    "all biases": (bert, {"target_modules": ["query", "dense"], "bias": "all"}),
-    "LoRA's biases": (bert, {"target_modules": ["query", "value"], "bias": "lora_only"}),
-    "a bias in the adapter": (bert, {"target_modules": ["query"], "lora_bias": True}),
-    "stored transposed": (gpt2, {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
-    "stored both ways": (lambda: gpt2(tied=False), {"target_modules": ["c_proj", "lm_head"]}),
+    "all biases": (make_bert, {"target_modules": ["query", "dense"], "bias": "all"}),
+    "LoRA's biases": (make_bert, {"target_modules": ["query", "value"], "bias": "lora_only"}),
+    "a bias in the adapter": (make_bert, {"target_modules": ["query"], "lora_bias": True}),
+    "stored transposed": (make_gpt2, {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
+    "stored both ways": (lambda: make_gpt2(tied=False), {"target_modules": ["c_proj", "lm_head"]}),
     "DoRA stored transposed": (
-        gpt2,
+        make_gpt2,
         {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "use_dora": True},
     ),
     "a convolution": (clip, {"target_modules": ["patch_embedding", "fc1"]}),
     "DoRA on a convolution": (clip, {"target_modules": ["patch_embedding"], "use_dora": True}),
     "open_clip's attention": (open_clip_model, {"target_modules": ["attn", "conv1", "c_fc"]}),
-    "encoder and decoder": (t5, {"target_modules": ["q", "wi"]}),
+    "encoder and decoder": (make_t5, {"target_modules": ["q", "wi"]}),
 }
 
 
-def adapted(make, options, folder):
+def save_adapted(make, options, folder):
     """A base's tensors, an adapter's folder, and the tensors that peft merges."""
     from peft import LoraConfig, get_peft_model
 
@@ -68,7 +71,7 @@ def adapted(make, options, folder):
 
 @pytest.mark.parametrize("case", CASES)
 def test_folding_is_what_peft_merges(case: str, tmp_path) -> None:
-    before, wanted = adapted(*CASES[case], tmp_path)
+    before, wanted = save_adapted(*CASES[case], tmp_path)
     folded = open_checkpoint(tmp_path, "expert", base=open_checkpoint(before))
     assert set(folded) == set(wanted)
     for name, value in wanted.items():
@@ -81,14 +84,14 @@ def test_folding_is_what_peft_merges(case: str, tmp_path) -> None:
 
 
 def test_a_16_bit_base_is_folded_in_float32_and_agrees_when_rounded(tmp_path) -> None:
-    before, wanted = adapted(lambda: llama().bfloat16(), {"target_modules": LLAMA}, tmp_path)
+    before, wanted = save_adapted(lambda: make_llama().bfloat16(), {"target_modules": LLAMA}, tmp_path)
     folded = open_checkpoint(tmp_path, base=open_checkpoint(before))
     for name, value in wanted.items():
         torch.testing.assert_close(folded[name].to(value.dtype), value, rtol=2**-7, atol=1e-6)
 
 
 def test_an_adapter_of_a_part_is_found_under_the_whole_models_names(tmp_path) -> None:
-    before, wanted = adapted(llama, {"target_modules": LLAMA}, tmp_path)
+    before, wanted = save_adapted(make_llama, {"target_modules": LLAMA}, tmp_path)
     shorter = {f"base_model.model.{n.removeprefix('base_model.model.model.')}": t
                for n, t in load_file(tmp_path / "adapter_model.safetensors").items()}  # fmt: skip
     save_file(shorter, tmp_path / "adapter_model.safetensors")
@@ -125,7 +128,7 @@ def test_an_adapter_of_a_part_is_found_under_the_whole_models_names(tmp_path) ->
     ],
 )
 def test_what_is_not_folded_is_refused_by_name(change, message, tmp_path) -> None:
-    before, _ = adapted(llama, {"target_modules": LLAMA}, tmp_path)
+    before, _ = save_adapted(make_llama, {"target_modules": LLAMA}, tmp_path)
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(InputError, match=rf"expert: .*{message}"):
@@ -134,7 +137,7 @@ def test_what_is_not_folded_is_refused_by_name(change, message, tmp_path) -> Non
 
 def test_a_pattern_that_backtracks_without_end_is_refused_by_name(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("mergekit_lab.checkpoints.adapter_config._PATTERN_SECONDS", 0.05)
-    before, _ = adapted(llama, {"target_modules": LLAMA}, tmp_path)
+    before, _ = save_adapted(make_llama, {"target_modules": LLAMA}, tmp_path)
     file = tmp_path / "adapter_config.json"
     config = json.loads(file.read_text())
     for key in ("rank_pattern", "alpha_pattern"):
@@ -153,7 +156,7 @@ def test_a_pattern_that_backtracks_without_end_is_refused_by_name(tmp_path, monk
     ],
 )
 def test_tensors_that_belong_nowhere_are_named(rename, message, tmp_path) -> None:
-    before, _ = adapted(llama, {"target_modules": LLAMA}, tmp_path)
+    before, _ = save_adapted(make_llama, {"target_modules": LLAMA}, tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     write_tensors(file, {rename(name): value for name, value in load_file(file).items()})
     with pytest.raises(InputError, match=message):
@@ -161,7 +164,7 @@ def test_tensors_that_belong_nowhere_are_named(rename, message, tmp_path) -> Non
 
 
 def test_a_learned_norm_is_not_dropped_where_the_configuration_forgets_it(tmp_path) -> None:
-    before, _ = adapted(llama, {"target_modules": LLAMA, "use_dora": True}, tmp_path)
+    before, _ = save_adapted(make_llama, {"target_modules": LLAMA, "use_dora": True}, tmp_path)
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dora": False}))
     with pytest.raises(InputError, match=r"use_dora.*lora_magnitude_vector"):
@@ -201,7 +204,7 @@ def test_a_square_matrix_that_nothing_tells_about_is_refused_unless_the_model_ty
 
 def test_attention_of_a_peft_that_was_not_seen_is_refused(tmp_path) -> None:
     """peft 0.21 adds the change of `out_proj` twice; whether its successors do, nobody knows here."""
-    before, _ = adapted(open_clip_model, {"target_modules": ["attn"]}, tmp_path)
+    before, _ = save_adapted(open_clip_model, {"target_modules": ["attn"]}, tmp_path)
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"peft_version": "0.30.0"}))
     with pytest.raises(InputError, match=r"was written by peft 0\.30\.0"):
@@ -211,11 +214,11 @@ def test_attention_of_a_peft_that_was_not_seen_is_refused(tmp_path) -> None:
 def test_the_names_of_a_model_in_memory_are_read_as_those_that_peft_saves(tmp_path) -> None:
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(llama(), LoraConfig(target_modules=["q_proj", "embed_tokens"], use_dora=True))
+    model = get_peft_model(make_llama(), LoraConfig(target_modules=["q_proj", "embed_tokens"], use_dora=True))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter += 0.1 * torch.randn(parameter.shape) if "lora_" in name else 0
-    before, state = open_checkpoint(llama().state_dict()), model.state_dict()
+    before, state = open_checkpoint(make_llama().state_dict()), model.state_dict()
     model.save_pretrained(tmp_path)
     saved = dict(open_checkpoint(tmp_path, "expert", base=before))
     own = {name: value.clone() for name, value in state.items() if "lora_" in name}
@@ -233,14 +236,14 @@ def test_the_names_of_a_model_in_memory_are_read_as_those_that_peft_saves(tmp_pa
 
 
 def test_an_adapter_of_another_size_is_refused(tmp_path) -> None:
-    before, _ = adapted(llama, {"target_modules": ["q_proj"]}, tmp_path)
+    before, _ = save_adapted(make_llama, {"target_modules": ["q_proj"]}, tmp_path)
     wide = {n: t.repeat(2, 1) if "q_proj" in n else t for n, t in before.items()}
     with pytest.raises(InputError, match=r"model.layers.0.*q_proj.weight \[32, 16\]"):
         open_checkpoint(tmp_path, "expert", base=open_checkpoint(wide))
 
 
 def test_an_adapter_alone_asks_for_its_base(tmp_path) -> None:
-    adapted(llama, {"target_modules": LLAMA}, tmp_path)
+    save_adapted(make_llama, {"target_modules": LLAMA}, tmp_path)
     with pytest.raises(InputError, match="needs the base it"):
         open_checkpoint(tmp_path)
     for broken in ("{", "[" * 100_000):

@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 from mergekit_lab import open_checkpoint
-from mergekit_lab.checkpoints import Card, fingerprint
-from mergekit_lab.checkpoints.card import SAMPLED
+from mergekit_lab.checkpoints import fingerprint
+from mergekit_lab.checkpoints.card import SAMPLED, Card
 
 
-def holes(file: Path, mebibytes: int, mark: int | None = None) -> Path:
+def write_holes(file: Path, mebibytes: int, mark: int | None = None) -> Path:
     """One large tensor of zeros, with a one at a place."""
     size = mebibytes << 20
     header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
@@ -30,11 +30,11 @@ def holes(file: Path, mebibytes: int, mark: int | None = None) -> Path:
     return file
 
 
-def told(file: Path) -> dict[str, object]:
+def summarize_file(file: Path) -> dict[str, object]:
     return dict(fingerprint(open_checkpoint(file))["files"][file.name])
 
 
-def card(file: Path, name: str = "cars", **more: Any) -> str:
+def make_card(file: Path, name: str = "cars", **more: Any) -> str:
     base = fingerprint(open_checkpoint(file))
     return Card(
         name, "TIES", {name: name}, base, {name: base}, {name: [name]}, {"torch": "2"}, **more
@@ -42,23 +42,24 @@ def card(file: Path, name: str = "cars", **more: Any) -> str:
 
 
 def test_small_files_have_their_sha256(tmp_path) -> None:
-    small = holes(tmp_path / "small.safetensors", 1)
-    assert told(small) == {
+    small = write_holes(tmp_path / "small.safetensors", 1)
+    assert summarize_file(small) == {
         "bytes": small.stat().st_size,
         "sha256": hashlib.sha256(small.read_bytes()).hexdigest(),
     }
-    assert SAMPLED not in card(small)
+    assert SAMPLED not in make_card(small)
 
 
 def test_large_files_are_sampled_and_the_card_says_what_that_does_not_see(tmp_path) -> None:
-    large = holes(tmp_path / "large.safetensors", 40)
+    large = write_holes(tmp_path / "large.safetensors", 40)
     hashes = {
-        mark: told(holes(tmp_path / "marked.safetensors", 40, mark))["sampled_sha256"] for mark in (0, 1 << 19)
+        mark: summarize_file(write_holes(tmp_path / "marked.safetensors", 40, mark))["sampled_sha256"]
+        for mark in (0, 1 << 19)
     }
-    assert hashes[0] != told(large)["sampled_sha256"]
-    assert hashes[1 << 19] == told(large)["sampled_sha256"]
+    assert hashes[0] != summarize_file(large)["sampled_sha256"]
+    assert hashes[1 << 19] == summarize_file(large)["sampled_sha256"]
     assert "over 32 MiB" in SAMPLED
-    assert SAMPLED in card(large)
+    assert SAMPLED in make_card(large)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +79,12 @@ def test_large_files_are_sampled_and_the_card_says_what_that_does_not_see(tmp_pa
     ],
 )
 def test_a_name_is_shown_in_a_card_as_it_is_and_nothing_of_it_is_markup(name: str, tmp_path) -> None:
-    text = card(holes(tmp_path / "a.safetensors", 1), name, notes=[name], metrics={name: 1.0}, hub_ids=[name])
+    text = make_card(
+        write_holes(tmp_path / "a.safetensors", 1), name, notes=[name], metrics={name: 1.0}, hub_ids=[name]
+    )
     head, _, body = text.removeprefix("---\n").partition("---\n")
     assert yaml.safe_load(head)["base_model"] == [name]
-    page = Page()
+    page = TagCounter()
     page.feed(markdown_it.MarkdownIt("gfm-like", {"linkify": False}).render(body))
     tables = ["table", "thead", "tbody", "tr", "th", "td"]
     assert page.tags.keys() - {"br"} == {"h1", "h2", "p", "strong", "code", "ul", "li", *tables}
@@ -90,7 +93,7 @@ def test_a_name_is_shown_in_a_card_as_it_is_and_nothing_of_it_is_markup(name: st
     assert page.texts.count(shown.strip()) >= 2
 
 
-class Page(HTMLParser):
+class TagCounter(HTMLParser):
     """Tags by how often they stand in a page, and its texts."""
 
     def __init__(self) -> None:
@@ -109,7 +112,7 @@ class Page(HTMLParser):
 
 def test_a_recipe_cannot_leave_its_fence(tmp_path) -> None:
     recipe = "models: []\n```\n<b>loose</b>\n````\n"
-    text = card(holes(tmp_path / "a.safetensors", 1), recipe=recipe)
+    text = make_card(write_holes(tmp_path / "a.safetensors", 1), recipe=recipe)
     tokens = markdown_it.MarkdownIt().parse(text)
     (fence,) = [token for token in tokens if token.type == "fence"]
     assert fence.content.strip() == recipe.strip()

@@ -7,8 +7,8 @@ import huggingface_hub
 import huggingface_hub.constants
 import pytest
 import torch
-from checkpoints.models import llama
-from hub_server import COMMIT, serving
+from checkpoints.models import make_llama
+from hub_server import COMMIT, serve
 
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.checkpoints import TensorSpec, hub, write_tensors
@@ -19,14 +19,14 @@ def cache(tmp_path, monkeypatch):
     """An empty cache, and no network."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
-    def unreachable(*arguments, **keywords):
+    def refuse(*arguments, **keywords):
         raise ConnectionError("Name or service not known")
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refuse)
     return tmp_path / "hub"
 
 
-def cached(cache, commit: str = "a" * 40):
+def make_cache(cache, commit: str = "a" * 40):
     folder = cache / "models--org--name" / "snapshots" / commit
     folder.mkdir(parents=True)
     (cache / "models--org--name/refs").mkdir(exist_ok=True)
@@ -35,8 +35,8 @@ def cached(cache, commit: str = "a" * 40):
 
 
 def test_a_cached_snapshot_is_used_without_a_network(cache) -> None:
-    state = llama().state_dict()
-    write_tensors(cached(cache) / "model.safetensors", state)
+    state = make_llama().state_dict()
+    write_tensors(make_cache(cache) / "model.safetensors", state)
     for name in ("org/name", "org/name@main", f"org/name@{'a' * 40}"):
         opened = open_checkpoint(name)
         assert all(torch.equal(opened[n], t) for n, t in state.items())
@@ -53,7 +53,7 @@ def test_offline_and_not_cached_says_so_at_once(monkeypatch) -> None:
 
 
 def test_a_snapshot_without_all_its_weights_is_not_taken(cache) -> None:
-    folder = cached(cache)
+    folder = make_cache(cache)
     (folder / "config.json").write_text("{}")
     with pytest.raises(InputError, match="neither a local path"):
         open_checkpoint("org/name")
@@ -70,12 +70,12 @@ def test_a_name_that_the_hub_does_not_show_is_told_from_a_missing_network(monkey
     class Response:
         status_code = 404
 
-    def missing(*arguments, **keywords):
+    def raise_error(*arguments, **keywords):
         error = RuntimeError("404")
         error.response = Response()  # type: ignore[attr-defined]
         raise error
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", missing)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", raise_error)
     with pytest.raises(InputError, match=r"status 404.*hf auth login"):
         open_checkpoint("org/nmae")
 
@@ -89,11 +89,11 @@ def online(cache, tmp_path, monkeypatch):
     write_tensors(folder / "model.safetensors", {"w": torch.ones(4, 2), "ids": torch.arange(3)})
     (folder / "config.json").write_text("{}")
     (folder / "pytorch_model.bin").write_bytes(b"a pickle")
-    with serving(tmp_path / "served", cache, monkeypatch) as asked:
+    with serve(tmp_path / "served", cache, monkeypatch) as asked:
         yield asked
 
 
-def files(asked: list[str]) -> set[str]:
+def list_files(asked: list[str]) -> set[str]:
     return {line.rpartition("/")[2] for line in asked if line.startswith("GET /org/name/resolve")}
 
 
@@ -105,7 +105,7 @@ def test_what_is_downloaded_leaves_pickles_where_safetensors_are_and_is_found_ag
         assert torch.equal(opened["w"], torch.ones(4, 2))
         assert opened.folder == cache / "models--org--name/snapshots" / COMMIT
         if name == "org/name@main":
-            assert files(online) == {"config.json", "model.safetensors"}
+            assert list_files(online) == {"config.json", "model.safetensors"}
             online.clear()
             monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert online == []
@@ -153,7 +153,7 @@ def test_an_adapter_that_has_a_name_lies_in_a_folder_below_the_repositorys(
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "hub_id"),
     [
         ("org/name", ("org/name", None)),
         ("org/name-1.5@v1", ("org/name-1.5", "v1")),
@@ -165,8 +165,8 @@ def test_an_adapter_that_has_a_name_lies_in_a_folder_below_the_repositorys(
         ("name", None),
     ],
 )
-def test_which_strings_could_be_hub_ids(text, found) -> None:
-    assert hub.parse_hub_id(text) == found
+def test_which_strings_could_be_hub_ids(text, hub_id) -> None:
+    assert hub.parse_hub_id(text) == hub_id
 
 
 def test_a_proxy_that_does_not_answer_is_a_network_that_is_not_there(monkeypatch) -> None:

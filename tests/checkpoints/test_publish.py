@@ -9,24 +9,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints.models import llama, save
+from checkpoints.models import make_llama, save
 from programs import start_program
 from safetensors.torch import save_file
 
 import mergekit_lab
 from mergekit_lab import InputError
 from mergekit_lab.checkpoints import (
-    OPEN_CLIP,
     Checkpoint,
     TensorSpec,
-    check_out,
     make_folder,
     plan_model_files,
     plan_tokenizer_files,
     publish,
     write_files,
 )
-from mergekit_lab.checkpoints.publish import RECORD
+from mergekit_lab.checkpoints.libraries import OPEN_CLIP
+from mergekit_lab.checkpoints.publish import RECORD, check_out
 from mergekit_lab.merging import TSVM, TaskArithmetic
 
 
@@ -228,7 +227,7 @@ def test_a_merge_that_loses_a_file_of_any_kind_does_not_say_that_it_succeeded(
 def test_two_merges_of_one_host_and_process_number_do_not_touch_each_other(tmp_path) -> None:
     """As in containers that share the host's name: each counts its processes from 1."""
 
-    def disturb(first: Path) -> None:
+    def write_elsewhere(first: Path) -> None:
         (first / "file").write_text("first")
         with pytest.raises(InputError, match="has to stop"), make_folder(tmp_path / "out"):
             raise InputError("has to stop")
@@ -238,25 +237,25 @@ def test_two_merges_of_one_host_and_process_number_do_not_touch_each_other(tmp_p
         assert (first / "file").read_text() == "first"
 
     with pytest.raises(InputError, match="exists and is not empty"), make_folder(tmp_path / "out") as folder:
-        disturb(folder)
+        write_elsewhere(folder)
     assert (tmp_path / "out/file").read_text() == "second"
 
 
 @pytest.mark.parametrize("target", ["merge", "empty", "nothing"])
 def test_where_out_is_a_link_what_it_leads_to_is_written_and_the_link_stays(target: str, tmp_path) -> None:
-    place, link = tmp_path / "disk/model", tmp_path / "out"
+    model, link = tmp_path / "disk/model", tmp_path / "out"
     if target == "merge":
-        with make_folder(place) as folder:
+        with make_folder(model) as folder:
             (folder / RECORD).write_text("old")
     elif target == "empty":
-        place.mkdir(parents=True)
-    link.symlink_to(place)
+        model.mkdir(parents=True)
+    link.symlink_to(model)
     with make_folder(link, overwrite=target == "merge") as folder:
         (folder / RECORD).write_text("new")
     assert link.is_symlink()
-    assert (place / RECORD).read_text() == "new"
+    assert (model / RECORD).read_text() == "new"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["disk", "out"]
-    assert [p.name for p in place.parent.iterdir()] == ["model"]
+    assert [p.name for p in model.parent.iterdir()] == ["model"]
 
 
 KILLED = """
@@ -308,8 +307,8 @@ def test_what_another_machine_left_is_told_and_stays(tmp_path, caplog) -> None:
     """A lock says nothing of who holds it there."""
     with make_folder(tmp_path / "out") as folder:
         here = folder.name
-    _, name, boot, token, kind = here.split(".")
-    (tmp_path / f".{name}.{boot[::-1]}.{token}.{kind}").mkdir()
+    _, name, boot, token, suffix = here.split(".")
+    (tmp_path / f".{name}.{boot[::-1]}.{token}.{suffix}").mkdir()
     with make_folder(tmp_path / "out", overwrite=True):
         pass
     assert len(list(tmp_path.iterdir())) == 2
@@ -334,7 +333,7 @@ def test_where_the_working_folder_was_deleted_a_relative_name_is_refused(tmp_pat
 
 
 def test_a_folder_keeps_what_its_loaders_need(tmp_path) -> None:
-    source = save(llama(), tmp_path / "source")
+    source = save(make_llama(), tmp_path / "source")
     (source / "training_args.bin").write_bytes(b"secret")
     (source / "modeling_mine.py").write_text("")
     (source / "LICENSE").write_text("mine")
@@ -374,7 +373,7 @@ def test_open_clip_is_told_of_a_grown_vocabulary(tmp_path) -> None:
 
 def test_links_that_a_user_made_are_followed(tmp_path) -> None:
     """`ln -s`, DVC, git-annex and older clients of the hub make such folders."""
-    real, source, out = save(llama(), tmp_path / "real"), tmp_path / "source", tmp_path / "out"
+    real, source, out = save(make_llama(), tmp_path / "real"), tmp_path / "source", tmp_path / "out"
     source.mkdir()
     out.mkdir()
     for file in real.iterdir():

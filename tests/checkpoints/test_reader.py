@@ -50,17 +50,17 @@ def test_every_layout_gives_the_same_tensors(tmp_path, tensors) -> None:
     assert_same(open_checkpoint(tensors), tensors)
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_a_single_file_counts_before_an_index_of_an_earlier_save(kind: str, tmp_path, tensors) -> None:
+@pytest.mark.parametrize("file_format", ["safetensors", "bin"])
+def test_a_single_file_counts_before_an_index_of_an_earlier_save(file_format: str, tmp_path, tensors) -> None:
     """As in transformers, whether the shards of that index are still there or not."""
     old = {name: torch.zeros_like(value) for name, value in tensors.items()}
-    write = write_tensors if kind == "safetensors" else lambda file, values: torch.save(values, file)
-    name = "model.safetensors" if kind == "safetensors" else "pytorch_model.bin"
-    index = {"weight_map": dict.fromkeys(tensors, f"shard-1.{kind}")}
+    write = write_tensors if file_format == "safetensors" else lambda file, values: torch.save(values, file)
+    name = "model.safetensors" if file_format == "safetensors" else "pytorch_model.bin"
+    index = {"weight_map": dict.fromkeys(tensors, f"shard-1.{file_format}")}
     (tmp_path / f"{name}.index.json").write_text(json.dumps(index))
     write(tmp_path / name, tensors)
     assert_same(open_checkpoint(tmp_path), tensors)
-    write(tmp_path / f"shard-1.{kind}", old)
+    write(tmp_path / f"shard-1.{file_format}", old)
     assert_same(open_checkpoint(tmp_path), tensors)
     (tmp_path / name).unlink()
     assert_same(open_checkpoint(tmp_path), old)
@@ -107,13 +107,13 @@ def test_a_torch_file_with_a_record_too_short_is_refused(tmp_path, tensors) -> N
 
 def test_a_large_torch_file_is_mapped_and_not_read(tmp_path) -> None:
     torch.save({"w": torch.zeros(1 << 22)}, tmp_path / "model.pt")
-    before = resident()
+    before = read_resident_bytes()
     opened = open_checkpoint(tmp_path / "model.pt")
     assert opened["w"].shape == (1 << 22,)
-    assert resident() - before < 8 << 20
+    assert read_resident_bytes() - before < 8 << 20
 
 
-def resident() -> int:
+def read_resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 

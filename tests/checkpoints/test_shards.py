@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from mergekit_lab import InputError, open_checkpoint
-from mergekit_lab.checkpoints import ShardedWriter, TensorSpec, plan_files, plan_shards, write_tensors
+from mergekit_lab.checkpoints import ShardedWriter, TensorSpec, write_tensors
+from mergekit_lab.checkpoints.shards import plan_files, plan_shards
 
 
 def make_tensors(count: int = 12) -> dict[str, torch.Tensor]:
@@ -25,7 +26,7 @@ def make_tensors(count: int = 12) -> dict[str, torch.Tensor]:
     return tensors | {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4)}
 
 
-def specs_of(tensors):
+def get_specs(tensors):
     return {name: TensorSpec(tuple(t.shape), t.dtype) for name, t in tensors.items()}
 
 
@@ -34,7 +35,7 @@ def test_any_order_and_any_size_of_files_give_the_tensors_back(limit: int, tmp_p
     tensors = make_tensors()
     order = list(tensors)
     random.Random(1).shuffle(order)
-    with ShardedWriter(tmp_path, specs_of(tensors), limit) as writer:
+    with ShardedWriter(tmp_path, get_specs(tensors), limit) as writer:
         for name in order:
             writer.write(name, tensors[name])
     opened = open_checkpoint(tmp_path)
@@ -43,10 +44,10 @@ def test_any_order_and_any_size_of_files_give_the_tensors_back(limit: int, tmp_p
         assert torch.equal(opened[name], value)
         assert opened[name].dtype == value.dtype
     files = sorted(tmp_path.glob("*.safetensors"))
-    assert len(files) == len(plan_shards(specs_of(tensors), limit))
+    assert len(files) == len(plan_shards(get_specs(tensors), limit))
     for file in files:
         load_file(file)
-    assert plan_files(specs_of(tensors), limit) == {p.name: p.stat().st_size for p in tmp_path.iterdir()}
+    assert plan_files(get_specs(tensors), limit) == {p.name: p.stat().st_size for p in tmp_path.iterdir()}
     index = tmp_path / "model.safetensors.index.json"
     assert index.is_file() == (len(files) > 1)
     if index.is_file():
@@ -78,7 +79,7 @@ def test_a_file_may_have_the_longest_name_there_is(tmp_path) -> None:
 
 def test_threads_may_write_at_once(tmp_path) -> None:
     tensors = {f"t{n}": torch.full((1000,), float(n)) for n in range(64)}
-    with ShardedWriter(tmp_path, specs_of(tensors), 40_000) as writer:
+    with ShardedWriter(tmp_path, get_specs(tensors), 40_000) as writer:
         names = list(tensors)
         threads = [
             threading.Thread(
@@ -122,7 +123,7 @@ def test_a_file_that_is_cut_while_it_is_written_is_no_success(first: str, tmp_pa
     tensors = {"w": torch.ones(500), "v": torch.ones(7)}
 
     def write() -> None:
-        with ShardedWriter(tmp_path, specs_of(tensors)) as writer:
+        with ShardedWriter(tmp_path, get_specs(tensors)) as writer:
             writer.write(first, tensors.pop(first))
             os.truncate(tmp_path / "model.safetensors", 100)
             writer.write(*tensors.popitem())
@@ -134,7 +135,7 @@ def test_a_file_that_is_cut_while_it_is_written_is_no_success(first: str, tmp_pa
 def test_tensors_that_lie_oddly_in_memory_are_written_as_they_read(tmp_path) -> None:
     wide = torch.arange(24.0).reshape(4, 6)
     tensors = {"transposed": wide.t(), "strided": wide[:, ::2], "expanded": torch.ones(1, 3).expand(4, 3)}
-    with ShardedWriter(tmp_path, specs_of(tensors)) as writer:
+    with ShardedWriter(tmp_path, get_specs(tensors)) as writer:
         for name, tensor in tensors.items():
             writer.write(name, tensor)
     opened = open_checkpoint(tmp_path)

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from checkpoints.models import llama, save, tuned, write_tensors_of
+from checkpoints.models import make_llama, save, tune, write_tensors_of
 
 from mergekit_lab import InputError, open_checkpoint
-from mergekit_lab.checkpoints import Reconciled, TokenPlan, TokenSource, reconcile
 from mergekit_lab.checkpoints.tokens import read_tokens
+from mergekit_lab.checkpoints.vocabulary import reconcile
+from mergekit_lab.checkpoints.vocabulary_rows import Reconciled, TokenPlan, TokenSource
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -14,32 +15,32 @@ EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 @pytest.fixture
 def folders(tmp_path):
     """A base of 36 tokens, an expert with two more at the end, one with another order and one of its own."""
-    base = save(llama(), tmp_path / "base")
+    base = save(make_llama(), tmp_path / "base")
     tokens = [f"t{n}" for n in range(38)]
-    longer = write_tensors_of(tuned(llama(vocabulary=38), 1), tmp_path / "longer", tokens)
+    longer = write_tensors_of(tune(make_llama(vocabulary=38), 1), tmp_path / "longer", tokens)
     order = [f"t{n}" for n in reversed(range(36))] + ["own"]
-    mixed = write_tensors_of(tuned(llama(vocabulary=37), 2), tmp_path / "mixed", order)
+    mixed = write_tensors_of(tune(make_llama(vocabulary=37), 2), tmp_path / "mixed", order)
     return base, longer, mixed
 
 
-def opened(*folders):
+def open_folders(*folders):
     return [open_checkpoint(folder, folder.name) for folder in folders]
 
 
 def test_a_difference_is_an_error_with_the_choices_spelled_out(folders) -> None:
-    base, longer, mixed = opened(*folders)
+    base, longer, mixed = open_folders(*folders)
     with pytest.raises(InputError) as caught:
         reconcile(base, [longer, mixed])
-    said = str(caught.value)
+    message = str(caught.value)
     sizes = ("'longer' has 38 rows (36 in the base)", "t36, t37", "'mixed' has 37", "matched by their string")
     for text in (*sizes, "embeddings=intersect", "embeddings=pad", "embeddings=base"):
-        assert text in said
+        assert text in message
     with pytest.raises(InputError, match="did you mean 'intersect'"):
         reconcile(base, [longer], "intersec")
 
 
 def test_intersect_keeps_the_bases_tokens_and_matches_by_string(folders) -> None:
-    base, longer, mixed = opened(*folders)
+    base, longer, mixed = open_folders(*folders)
     same = reconcile(base, [longer, mixed], "intersect")
     assert same.rows is None
     for name in (EMBED, HEAD):
@@ -52,14 +53,14 @@ def test_intersect_keeps_the_bases_tokens_and_matches_by_string(folders) -> None
 
 
 def test_a_token_that_an_expert_lacks_has_no_task_vector_there(folders) -> None:
-    base, longer, _ = opened(*folders)
+    base, longer, _ = open_folders(*folders)
     same = reconcile(longer, [base], "intersect")
     assert torch.equal(same.experts[0][EMBED][:36], base[EMBED])
     assert torch.equal(same.experts[0][EMBED][36:], longer[EMBED][36:])
 
 
 def test_pad_takes_the_tokenizer_that_knows_every_token(folders) -> None:
-    base, longer, _ = opened(*folders)
+    base, longer, _ = open_folders(*folders)
     same = reconcile(base, [longer], "pad")
     assert same.rows == 38
     assert same.tokenizer == longer.folder
@@ -69,7 +70,7 @@ def test_pad_takes_the_tokenizer_that_knows_every_token(folders) -> None:
 
 
 def test_a_plan_says_where_rows_come_from_that_a_model_lacks(folders) -> None:
-    base, longer, mixed = opened(*folders)
+    base, longer, mixed = open_folders(*folders)
     tokens = {
         "t36": TokenSource(2, "own"),
         "t1": TokenSource(1, forced=True),
@@ -100,7 +101,7 @@ def test_a_plan_says_where_rows_come_from_that_a_model_lacks(folders) -> None:
 
 
 def test_padding_is_the_mean_of_the_other_rows_and_a_row_that_two_have_their_mean(folders) -> None:
-    base, longer, _ = opened(*folders)
+    base, longer, _ = open_folders(*folders)
     for plan, wanted in (
         (TokenPlan(multiple=16), [longer[EMBED][36], longer[EMBED][36]]),
         (TokenPlan({"t36": TokenSource(0, "t3", True)}, 16, based=False), [base[EMBED][3]] * 2),
@@ -123,13 +124,13 @@ def test_padding_is_the_mean_of_the_other_rows_and_a_row_that_two_have_their_mea
     ],
 )
 def test_a_plan_that_cannot_be_kept_is_refused(folders, tokens, choice, message) -> None:
-    base, longer, _ = opened(*folders)
+    base, longer, _ = open_folders(*folders)
     with pytest.raises(InputError, match=message):
         reconcile(base, [longer], choice, plan=TokenPlan(tokens))
 
 
 def test_a_plan_needs_an_embedding_and_readable_tokenizers(folders) -> None:
-    base, longer, _ = opened(*folders)
+    base, longer, _ = open_folders(*folders)
     plan = TokenPlan(multiple=8)
     (longer.folder / "tokenizer.json").unlink()
     with pytest.raises(InputError, match="the tokenizer of longer"):
@@ -140,7 +141,7 @@ def test_a_plan_needs_an_embedding_and_readable_tokenizers(folders) -> None:
 
 
 def test_new_tokens_need_a_tokenizer_without_gaps(folders) -> None:
-    base, longer, _ = opened(*folders)
+    base, longer, _ = open_folders(*folders)
     file = base.folder / "tokenizer.json"
     file.write_text(file.read_text().replace('"t3": 3,', ""))
     with pytest.raises(InputError, match=r"get new tokens \(x\)"):
@@ -148,7 +149,7 @@ def test_new_tokens_need_a_tokenizer_without_gaps(folders) -> None:
 
 
 def test_pad_without_such_a_tokenizer_asks_for_one(folders) -> None:
-    base, longer, mixed = opened(*folders)
+    base, longer, mixed = open_folders(*folders)
     with pytest.raises(InputError, match="all 39 tokens"):
         reconcile(base, [longer, mixed], "pad")
     same = reconcile(base, [longer, mixed], "pad", mixed.folder)
@@ -163,14 +164,14 @@ def test_pad_without_such_a_tokenizer_asks_for_one(folders) -> None:
 
 
 def test_pad_refuses_a_tokenizer_with_tokens_that_no_model_has(folders, tmp_path) -> None:
-    base, longer, _ = opened(*folders)
-    write_tensors_of(llama(vocabulary=37), tmp_path / "alien", [f"t{n}" for n in range(36)] + ["alien"])
+    base, longer, _ = open_folders(*folders)
+    write_tensors_of(make_llama(vocabulary=37), tmp_path / "alien", [f"t{n}" for n in range(36)] + ["alien"])
     with pytest.raises(InputError, match=r"for 1 tokens.*\(alien\)"):
         reconcile(base, [longer], "pad", tmp_path / "alien")
 
 
 def test_base_leaves_the_vocabulary_out_of_the_merge(folders) -> None:
-    base, longer, mixed = opened(*folders)
+    base, longer, mixed = open_folders(*folders)
     same = reconcile(base, [longer, mixed], "base")
     assert set(same.exclude) == {EMBED, HEAD}
     for expert in same.experts:
@@ -178,7 +179,7 @@ def test_base_leaves_the_vocabulary_out_of_the_merge(folders) -> None:
 
 
 def test_without_tokenizers_rows_are_matched_by_number_and_the_message_says_so() -> None:
-    states = [open_checkpoint(llama(vocabulary=v, seed=v).state_dict(), str(v)) for v in (36, 40)]
+    states = [open_checkpoint(make_llama(vocabulary=v, seed=v).state_dict(), str(v)) for v in (36, 40)]
     with pytest.raises(InputError, match="their row, as tokenizer"):
         reconcile(states[0], [states[1]])
     same = reconcile(states[0], [states[1]], "pad")
@@ -187,7 +188,7 @@ def test_without_tokenizers_rows_are_matched_by_number_and_the_message_says_so()
 
 
 def test_a_vocabulary_that_is_not_merged_may_differ(folders, tmp_path) -> None:
-    base, longer, _ = opened(*folders)
+    base, longer, _ = open_folders(*folders)
     turned = with_tokens(tmp_path / "turned", [f"t{n}" for n in (1, 0, *range(2, 36))])
     same = reconcile(base, [longer, turned], is_merged=lambda name: ".layers." in name)
     assert same == Reconciled(base, (longer, turned))
@@ -196,7 +197,7 @@ def test_a_vocabulary_that_is_not_merged_may_differ(folders, tmp_path) -> None:
 
 
 def test_side_inputs_follow_their_experts_and_know_nothing_of_rows_they_lack(folders) -> None:
-    base, longer, mixed = opened(*folders)
+    base, longer, mixed = open_folders(*folders)
     fisher = open_checkpoint({EMBED: torch.rand(37, 16), "other": torch.rand(3)})
     same = reconcile(base, [longer, mixed], "intersect")
     assert torch.equal(same.side(1, fisher)[EMBED], fisher[EMBED][:36].flip(0))
@@ -211,28 +212,28 @@ def test_side_inputs_follow_their_experts_and_know_nothing_of_rows_they_lack(fol
 
 def with_tokens(folder, tokens, seed=1):
     """A model of 36 rows with these tokens, and perhaps some that it has no rows for."""
-    return open_checkpoint(write_tensors_of(tuned(llama(), seed), folder, tokens), folder.name)
+    return open_checkpoint(write_tensors_of(tune(make_llama(), seed), folder, tokens), folder.name)
 
 
 def test_as_many_rows_with_other_tokens_are_refused_without_a_choice(folders, tmp_path) -> None:
-    base, _, _ = opened(*folders)
+    base, _, _ = open_folders(*folders)
     chat = with_tokens(tmp_path / "chat", [f"t{n}" for n in range(35)] + ["<chat>"])
     turned = with_tokens(tmp_path / "turned", [f"t{n}" for n in (1, 0, *range(2, 36))])
-    for other, said in (
+    for other, message in (
         (chat, r"tokens: 1 only there \(<chat>\), 1 only in the base \(t35\)"),
         (turned, r"2 in other rows \(t0, t1\)"),
     ):
-        with pytest.raises(InputError, match=rf"{said}(.|\n)*embeddings=intersect"):
+        with pytest.raises(InputError, match=rf"{message}(.|\n)*embeddings=intersect"):
             reconcile(base, [other])
         assert reconcile(base, [other], "base").exclude == (EMBED, HEAD)
     assert reconcile(base, [base]).notes == ()
-    wide = write_tensors_of(llama(vocabulary=40), tmp_path / "wide", [f"t{n}" for n in range(36)])
+    wide = write_tensors_of(make_llama(vocabulary=40), tmp_path / "wide", [f"t{n}" for n in range(36)])
     with pytest.raises(InputError, match=r"'wide' has 40 rows \(36.*base\)\n"):
         reconcile(base, [open_checkpoint(wide, "wide")])
 
 
 def test_as_many_rows_with_other_tokens_are_matched_by_token(folders, tmp_path) -> None:
-    base, _, _ = opened(*folders)
+    base, _, _ = open_folders(*folders)
     turned = with_tokens(tmp_path / "turned", [f"t{n}" for n in (1, 0, *range(2, 36))])
     for choice in ("intersect", "pad"):
         same = reconcile(base, [turned], choice)
@@ -258,7 +259,7 @@ def test_tokens_in_the_same_spare_rows_are_kept_apart(tmp_path) -> None:
 
 
 def test_tokens_without_a_row_do_not_count(folders, tmp_path) -> None:
-    base, longer, _ = opened(*folders)
+    base, longer, _ = open_folders(*folders)
     unused = with_tokens(tmp_path / "unused", [f"t{n}" for n in range(36)] + ["<u0>", "<u1>", "<u2>"])
     same = reconcile(base, [longer, unused], "pad")
     assert same.rows == 38
@@ -268,7 +269,7 @@ def test_tokens_without_a_row_do_not_count(folders, tmp_path) -> None:
 
 
 def test_a_tokenizer_that_is_not_read_here_is_noted_where_it_differs(folders) -> None:
-    base, longer, mixed = opened(*folders)
+    base, longer, mixed = open_folders(*folders)
     for checkpoint, content in ((base, b"a"), (longer, b"b"), (mixed, b"a")):
         (checkpoint.folder / "tokenizer.json").unlink()
         (checkpoint.folder / "tokenizer.model").write_bytes(content)
@@ -295,18 +296,20 @@ def test_positions_and_patches_are_no_vocabulary(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["head.weight", "output.weight"])
 def test_a_head_has_a_row_a_token_only_beside_an_embedding_of_as_many(name: str) -> None:
-    def checkpoint(rows: int, tokens: int | None):
+    def make_checkpoint(rows: int, tokens: int | None):
         state = {name: torch.zeros(rows, 4)}
         return open_checkpoint(
             state if tokens is None else state | {"tok_embeddings.weight": torch.zeros(tokens, 4)}
         )
 
     for tokens in (None, 7):
-        base, other = checkpoint(10, tokens), checkpoint(12, tokens)
+        base, other = make_checkpoint(10, tokens), make_checkpoint(12, tokens)
         assert reconcile(base, [other], "pad").experts == (other,)
     with pytest.raises(InputError, match="the vocabularies differ in"):
-        reconcile(checkpoint(10, 10), [checkpoint(12, 12)])
-    assert reconcile(checkpoint(10, 10), [checkpoint(12, 12)], "pad").experts[0].specs[name].shape == (12, 4)
+        reconcile(make_checkpoint(10, 10), [make_checkpoint(12, 12)])
+    assert reconcile(make_checkpoint(10, 10), [make_checkpoint(12, 12)], "pad").experts[0].specs[
+        name
+    ].shape == (12, 4)
 
 
 def test_a_row_of_vocab_txt_ends_where_its_line_does(tmp_path) -> None:
@@ -323,7 +326,7 @@ def test_added_tokens_are_read_from_the_settings_too(tmp_path) -> None:
 
 
 def test_experts_that_contradict_each_other_need_the_bases_tokenizer(folders, tmp_path) -> None:
-    base, _, _ = opened(*folders)
+    base, _, _ = open_folders(*folders)
     turned = with_tokens(tmp_path / "turned", [f"t{n}" for n in (1, 0, *range(2, 36))])
     silent = open_checkpoint(dict(base), "silent")
     for choice in (None, "intersect", "pad"):
@@ -361,8 +364,8 @@ def test_a_byte_order_mark_is_no_part_of_a_tokenizer_and_a_pointer_is_none(tmp_p
 
 
 def test_a_tokenizer_that_knows_no_token_of_the_others_is_no_match(folders, tmp_path) -> None:
-    base, _, _ = opened(*folders)
+    base, _, _ = open_folders(*folders)
     tokens = [f"other{n}" for n in range(38)]
-    alien = open_checkpoint(write_tensors_of(llama(vocabulary=38), tmp_path / "alien", tokens), "alien")
+    alien = open_checkpoint(write_tensors_of(make_llama(vocabulary=38), tmp_path / "alien", tokens), "alien")
     with pytest.raises(InputError, match="no token of 'alien'"):
         reconcile(base, [alien], "intersect")

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints.models import llama, save, three, tuned
+from checkpoints.models import make_llama, save, save_three, tune
 from composing import merge_command
 
 import mergekit_lab
@@ -41,23 +41,23 @@ METHOD_OF_ONE = TaskArithmetic(coefficient=0.5)
 def test_a_dry_run_tells_buffers_that_are_computed_from_those_that_must_agree(tmp_path) -> None:
     base = {"w": torch.ones(2), "e.position_ids": torch.arange(3)[None], "steps": torch.tensor(1)}
     expert = {name: base[name] for name in ("w", "steps")}
-    said = report(prepare(base, [expert], METHOD_OF_ONE, read=False, device="cpu"), tmp_path / "o")
-    assert said.works
-    assert "whatever experts have: e.position_ids" in said.format_text()
-    assert "1 integer buffers, copied" in said.format_text()
-    assert "from the base: e.position_ids" in said.format_text()
+    dry = report(prepare(base, [expert], METHOD_OF_ONE, read=False, device="cpu"), tmp_path / "o")
+    assert dry.works
+    assert "whatever experts have: e.position_ids" in dry.format_text()
+    assert "1 integer buffers, copied" in dry.format_text()
+    assert "from the base: e.position_ids" in dry.format_text()
 
 
 def test_a_dry_run_foretells_the_size_of_factors(tmp_path) -> None:
-    base, experts = three(llama, tmp_path)
+    base, experts = save_three(make_llama, tmp_path)
     method = TSVM(rank=2)
     factors = mergekit_lab.merge(base, experts, tmp_path / "out", method, device="cpu", format="low_rank")
     specs = open_checkpoint(factors / "factors.safetensors").specs
     size = sum(spec.nbytes for spec in specs.values())
-    said = report(
+    text = report(
         prepare(base, experts, method, read=False, device="cpu"), tmp_path / "o", format="low_rank"
     ).format_text()
-    assert f"{len(specs)} tensors in 1 files, {size / 1000:.1f} kB of disk" in said
+    assert f"{len(specs)} tensors in 1 files, {size / 1000:.1f} kB of disk" in text
 
 
 @pytest.mark.parametrize(
@@ -72,19 +72,19 @@ def test_a_dry_run_foretells_the_size_of_factors(tmp_path) -> None:
 def test_numbers_by_name_do_not_stand_in_the_way_of_a_dry_run(tmp_path, method: Method) -> None:
     base = {"layers.0.w": torch.ones(3, 3), "layers.0.b": torch.ones(3)}
     experts = {name: {n: v + 1 for n, v in base.items()} for name in ("cars", "dtd")}
-    said = report(prepare(base, experts, method, read=False, device="cpu"), tmp_path / "o")
-    assert said.works, said.problems
-    assert "unknown" not in said.format_text()
+    dry = report(prepare(base, experts, method, read=False, device="cpu"), tmp_path / "o")
+    assert dry.works, dry.problems
+    assert "unknown" not in dry.format_text()
 
 
 def test_a_dry_run_refuses_a_weight_average_without_a_sum(tmp_path) -> None:
     base = {"w": torch.ones(2)}
     method = WeightAverage(weights=[1.0, -1.0])
-    said = report(prepare(base, [base, base], method, read=False, device="cpu"), tmp_path / "o")
-    assert said.problems == ["the weights of a weight average, [1.0, -1.0], sum to zero"]
+    dry = report(prepare(base, [base, base], method, read=False, device="cpu"), tmp_path / "o")
+    assert dry.problems == ["the weights of a weight average, [1.0, -1.0], sum to zero"]
 
 
-def huge(folder: Path, rows: int = 1 << 22) -> Path:
+def write_huge(folder: Path, rows: int = 1 << 22) -> Path:
     """A model of 100 GB as files know it: headers and holes."""
     folder.mkdir()
     shape, name, weight_map = [rows, 2048], "model.layers.{}.mlp.up_proj.weight", {}
@@ -101,14 +101,14 @@ def huge(folder: Path, rows: int = 1 << 22) -> Path:
 
 def test_a_dry_run_of_a_model_that_fits_nowhere_takes_seconds(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 40))
-    base, expert = huge(tmp_path / "base"), huge(tmp_path / "expert")
+    base, expert = write_huge(tmp_path / "base"), write_huge(tmp_path / "expert")
     begun = time.monotonic()
     arguments = (f"base={base}", f"experts=[{expert}]", "merger=task_arithmetic", "dry_run=true")
     merge_command(tmp_path, *arguments, f"out={tmp_path / 'out'}")
     assert time.monotonic() - begun < 20
-    said = capsys.readouterr().out
-    assert "6 files, 103.1 GB" in said
-    assert "The merge would work." in said
+    printed = capsys.readouterr().out
+    assert "6 files, 103.1 GB" in printed
+    assert "The merge would work." in printed
     monkeypatch.undo()
     with pytest.raises(InputError, match="would not work"):
         merge_command(tmp_path, *arguments, "out=/proc/x")
@@ -118,21 +118,21 @@ def test_a_dry_run_of_a_model_that_fits_nowhere_takes_seconds(tmp_path, capsys, 
 def test_a_dry_run_reads_no_tensor_and_says_what_there_is(tmp_path, capsys, monkeypatch) -> None:
     from peft import LoraConfig, get_peft_model
 
-    base, experts = three(lambda: llama(tied=True), tmp_path)
+    base, experts = save_three(lambda: make_llama(tied=True), tmp_path)
     adapted = get_peft_model(
-        llama(tied=True), LoraConfig(r=3, target_modules=["q_proj", "v_proj"], use_rslora=True)
+        make_llama(tied=True), LoraConfig(r=3, target_modules=["q_proj", "v_proj"], use_rslora=True)
     )
     adapted.save_pretrained(tmp_path / "adapter")
 
     def refuse(self, name):
         raise AssertionError(f"{name} was read")
 
-    for kind in [Checkpoint, *all_subclasses(Checkpoint)]:
-        if "__getitem__" in vars(kind):
-            monkeypatch.setattr(kind, "__getitem__", refuse)
+    for cls in [Checkpoint, *list_subclasses(Checkpoint)]:
+        if "__getitem__" in vars(cls):
+            monkeypatch.setattr(cls, "__getitem__", refuse)
     two = f"experts=[{experts['cars']},{tmp_path / 'adapter'}]"
     merge_command(tmp_path, f"base={base}", two, f"out={tmp_path / 'out'}", "merger=tsvm", "dry_run=true")
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     facts = ["rsLoRA of rank 3 on 4 tensors: 2 × q_proj, 2 × v_proj", "tied by the configuration"]
     facts += [
         "model.embed_tokens.weight: 36 × 16, float32\n",
@@ -140,12 +140,12 @@ def test_a_dry_run_reads_no_tensor_and_says_what_there_is(tmp_path, capsys, monk
     ]
     needs = ["host memory: at most", "time: about", "The merge would work."]
     for text in [*facts, "vocabulary: 36, 36 tokens", *needs]:
-        assert text in said
+        assert text in printed
     assert not (tmp_path / "out").exists()
 
 
-def all_subclasses(kind: type) -> list[type]:
-    return [s for direct in kind.__subclasses__() for s in (direct, *all_subclasses(direct))]
+def list_subclasses(cls: type) -> list[type]:
+    return [s for direct in cls.__subclasses__() for s in (direct, *list_subclasses(direct))]
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def all_subclasses(kind: type) -> list[type]:
     ],
 )
 def test_a_dry_run_names_the_problems_and_fails(expert, extra, problem, tmp_path, capsys) -> None:
-    base, _ = three(llama, tmp_path)
-    save(llama(layers=1), tmp_path / "short")
+    base, _ = save_three(make_llama, tmp_path)
+    save(make_llama(layers=1), tmp_path / "short")
     with pytest.raises(InputError, match="would not work"):
         merge_command(
             tmp_path, f"base={base}", f"experts=[{tmp_path / expert}]", "merger=ties", "dry_run=true", *extra
@@ -175,13 +175,13 @@ def test_a_dry_run_names_the_problems_and_fails(expert, extra, problem, tmp_path
     ],
 )
 def test_a_dry_run_reports_all_else_where_vocabularies_do_not_fit(extra, problem, tmp_path, capsys) -> None:
-    base, _ = three(llama, tmp_path)
-    longer = save(tuned(llama(vocabulary=38), 3), tmp_path / "longer")
+    base, _ = save_three(make_llama, tmp_path)
+    longer = save(tune(make_llama(vocabulary=38), 3), tmp_path / "longer")
     arguments = [f"base={base}", f"experts=[{longer}]", "merger=ties", f"out={tmp_path / 'out'}", *extra]
     with pytest.raises(InputError, match="would not work"):
         merge_command(tmp_path, *arguments, "dry_run=true")
-    said = capsys.readouterr().out
-    assert re.search(problem, said)
+    printed = capsys.readouterr().out
+    assert re.search(problem, printed)
     for text in (
         "longer: 21 tensors",
         "mlp.up_proj.weight: 24 × 16",
@@ -189,7 +189,7 @@ def test_a_dry_run_reports_all_else_where_vocabularies_do_not_fit(extra, problem
         "host memory: at most",
         "time:",
     ):
-        assert text in said
+        assert text in printed
 
 
 class Refusing(TaskArithmetic):

@@ -5,8 +5,16 @@ import shutil
 
 import pytest
 import torch
-from checkpoints.models import OPEN_CLIP, VOCABULARY, llama, open_clip_model, three, tuned, write_tokenizer
-from composing import composed
+from checkpoints.models import (
+    OPEN_CLIP,
+    VOCABULARY,
+    make_llama,
+    open_clip_model,
+    save_three,
+    tune,
+    write_tokenizer,
+)
+from composing import compose_config
 
 import mergekit_lab
 from mergekit_lab import InputError, open_checkpoint
@@ -21,17 +29,21 @@ METHODS = {
 }
 
 
-def fishers_of(model, count: int = 2) -> list[dict[str, torch.Tensor]]:
-    made = torch.Generator().manual_seed(5)
+def make_fishers(model, count: int = 2) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
     return [
-        {n: torch.rand(t.shape, generator=made) for n, t in model.state_dict().items() if t.is_floating_point()}
+        {
+            n: torch.rand(t.shape, generator=generator)
+            for n, t in model.state_dict().items()
+            if t.is_floating_point()
+        }
         for _ in range(count)
     ]
 
 
-def merged(base, experts, method, tmp_path, **options):
+def merge_both(base, experts, method, tmp_path, **options):
     """The same merge dense and in factors."""
-    side = fishers_of(open_clip_model()) if isinstance(method, EpiMer) else None
+    side = make_fishers(open_clip_model()) if isinstance(method, EpiMer) else None
     return [
         mergekit_lab.merge(
             base, experts, tmp_path / name, method, fishers=side, device="cpu", format=name, **options
@@ -40,7 +52,7 @@ def merged(base, experts, method, tmp_path, **options):
     ]
 
 
-def equal(first, second) -> bool:
+def are_equal(first, second) -> bool:
     a, b = open_checkpoint(first), open_checkpoint(second)
     return dict(a.specs) == dict(b.specs) and all(torch.equal(a[n], b[n]) for n in a)
 
@@ -49,9 +61,9 @@ def equal(first, second) -> bool:
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_factors_expand_to_the_dense_merge_bit_for_bit(method, dtype, tmp_path) -> None:
     base = open_clip_model().state_dict()
-    experts = [tuned(open_clip_model(), seed).state_dict() for seed in (1, 2)]
-    dense, factors = merged(base, experts, method, tmp_path, dtype=dtype)
-    assert equal(dense, mergekit_lab.expand(factors, base, tmp_path / "expanded"))
+    experts = [tune(open_clip_model(), seed).state_dict() for seed in (1, 2)]
+    dense, factors = merge_both(base, experts, method, tmp_path, dtype=dtype)
+    assert are_equal(dense, mergekit_lab.expand(factors, base, tmp_path / "expanded"))
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 3)], ids=str)
@@ -66,14 +78,14 @@ def test_a_tensor_without_entries_has_factors_too(shape, tmp_path) -> None:
             )
             for name in ("dense", "low_rank")
         )
-        assert equal(dense, mergekit_lab.expand(factors, base, tmp_path / f"expanded{number}"))
+        assert are_equal(dense, mergekit_lab.expand(factors, base, tmp_path / f"expanded{number}"))
 
 
 def test_a_sharded_folder_of_a_tied_model_loads_and_computes_what_the_dense_merge_does(tmp_path) -> None:
     from transformers import AutoModelForCausalLM
 
-    base, experts = three(lambda: llama(tied=True), tmp_path)
-    dense, factors = merged(base, experts, TSVM(), tmp_path, max_shard_bytes=4000)
+    base, experts = save_three(lambda: make_llama(tied=True), tmp_path)
+    dense, factors = merge_both(base, experts, TSVM(), tmp_path, max_shard_bytes=4000)
     assert (factors / "factors.safetensors.index.json").is_file()
     out = mergekit_lab.expand(factors, base, tmp_path / "out")
     ids = torch.arange(8)[None]
@@ -89,31 +101,31 @@ def test_chosen_tasks_add_their_own_shares_and_all_shares_make_the_whole(tmp_pat
     }
     folder = mergekit_lab.merge(base, experts, tmp_path / "f", TSVM(), device="cpu", format="low_rank")
 
-    def added(**options) -> dict[str, torch.Tensor]:
+    def load_deltas(**options) -> dict[str, torch.Tensor]:
         out = mergekit_lab.expand(folder, base, tmp_path / "out", overwrite=True, **options)
         model = open_checkpoint(out)
         return {n: model[n] - base[n] for n in base}
 
-    whole, alone = added(), {task: added(tasks=[task]) for task in experts}
+    whole, alone = load_deltas(), {task: load_deltas(tasks=[task]) for task in experts}
     for name in base:
         torch.testing.assert_close(sum(share[name] for share in alone.values()), whole[name])
     conv = "visual.conv1.weight"
     torch.testing.assert_close(alone["svhn"][conv], (experts["svhn"][conv] - base[conv]) / 3)
-    for name, share in added(tasks=["cars", "dtd"], coefficient=-2.0).items():
+    for name, share in load_deltas(tasks=["cars", "dtd"], coefficient=-2.0).items():
         torch.testing.assert_close(share, -2 * (alone["cars"][name] + alone["dtd"][name]))
 
 
 def test_at_coefficient_0_the_base_comes_back_bit_for_bit(tmp_path) -> None:
-    base, experts = three(llama, tmp_path)
-    _, factors = merged(base, experts, TSVM(), tmp_path)
-    assert equal(base, mergekit_lab.expand(factors, base, tmp_path / "out", coefficient=0.0))
+    base, experts = save_three(make_llama, tmp_path)
+    _, factors = merge_both(base, experts, TSVM(), tmp_path)
+    assert are_equal(base, mergekit_lab.expand(factors, base, tmp_path / "out", coefficient=0.0))
 
 
 def test_factors_at_a_small_rank_take_less_room_than_one_model(tmp_path) -> None:
     generator = torch.Generator().manual_seed(0)
     base = {"w": torch.randn(256, 256, generator=generator)}
     experts = [{"w": base["w"] + torch.randn(256, 256, generator=generator)} for _ in range(4)]
-    dense, factors = merged(base, experts, TSVM(rank=8), tmp_path)
+    dense, factors = merge_both(base, experts, TSVM(rank=8), tmp_path)
     sizes = [sum(p.stat().st_size for p in folder.glob("*.safetensors")) for folder in (dense, factors)]
     assert sizes[1] < 0.3 * sizes[0]
 
@@ -121,24 +133,24 @@ def test_factors_at_a_small_rank_take_less_room_than_one_model(tmp_path) -> None
 def test_excluded_tensors_and_integer_buffers_stay_the_base_s(tmp_path) -> None:
     base = {"a": torch.randn(6, 4), "b": torch.randn(6, 4), "steps": torch.tensor(3)}
     experts = [{n: t + 1 if n != "steps" else t for n, t in base.items()} for _ in range(2)]
-    dense, factors = merged(base, experts, TSVM(), tmp_path, exclude=["b"])
+    dense, factors = merge_both(base, experts, TSVM(), tmp_path, exclude=["b"])
     out = mergekit_lab.expand(factors, base, tmp_path / "out")
-    assert equal(dense, out)
+    assert are_equal(dense, out)
     assert torch.equal(open_checkpoint(out)["b"], base["b"])
 
 
 def test_a_folder_of_factors_is_an_expert_like_any_other(tmp_path) -> None:
-    base, experts = three(llama, tmp_path)
-    dense, factors = merged(base, experts, TSVM(), tmp_path)
+    base, experts = save_three(make_llama, tmp_path)
+    dense, factors = merge_both(base, experts, TSVM(), tmp_path)
     both = [
         mergekit_lab.merge(base, [each, experts["cars"]], tmp_path / f"m{i}", TaskArithmetic(), device="cpu")
         for i, each in enumerate((dense, factors))
     ]
-    assert equal(*both)
+    assert are_equal(*both)
 
 
 def test_what_cannot_work_is_refused_by_name(tmp_path) -> None:
-    base, experts = three(llama, tmp_path)
+    base, experts = save_three(make_llama, tmp_path)
     with pytest.raises(InputError, match=r"TIES.*low-rank"):
         mergekit_lab.merge(base, experts, tmp_path / "x", TIES(), device="cpu", format="low_rank")
     with pytest.raises(InputError, match=r"format is 'lowrank'.*low_rank"):
@@ -161,7 +173,7 @@ def test_what_cannot_work_is_refused_by_name(tmp_path) -> None:
 
 
 def test_a_truncated_file_of_factors_is_refused(tmp_path) -> None:
-    base, experts = three(llama, tmp_path)
+    base, experts = save_three(make_llama, tmp_path)
     factors = mergekit_lab.merge(base, experts, tmp_path / "f", TSVM(), device="cpu", format="low_rank")
     file = factors / "factors.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -170,8 +182,8 @@ def test_a_truncated_file_of_factors_is_refused(tmp_path) -> None:
 
 
 def test_vocabularies_that_grow_have_no_factors(tmp_path) -> None:
-    small, large = llama(vocabulary=36), llama(vocabulary=40)
-    base, grown = small.state_dict(), tuned(large, 1).state_dict()
+    small, large = make_llama(vocabulary=36), make_llama(vocabulary=40)
+    base, grown = small.state_dict(), tune(large, 1).state_dict()
     with pytest.raises(InputError, match="vocabulary cannot grow"):
         mergekit_lab.merge(
             base, {"a": grown}, tmp_path / "x", TSVM(), device="cpu", embeddings="pad", format="low_rank"
@@ -181,33 +193,33 @@ def test_vocabularies_that_grow_have_no_factors(tmp_path) -> None:
 def test_the_file_written_for_a_merge_of_factors_needs_no_base_to_be_read(tmp_path) -> None:
     state = open_clip_model().state_dict()
     write_tensors(tmp_path / "base.safetensors", state)
-    experts = [tuned(open_clip_model(), seed).state_dict() for seed in (1, 2)]
+    experts = [tune(open_clip_model(), seed).state_dict() for seed in (1, 2)]
     folder = mergekit_lab.merge(
         tmp_path / "base.safetensors", experts, tmp_path / "f", TSVM(), device="cpu", format="low_rank"
     )
     factors = open_checkpoint(folder / "factors.safetensors")
-    u, d, v = (factors[f"visual.proj.{kind}"] for kind in ("u", "coordinates", "v"))
+    u, d, v = (factors[f"visual.proj.{part}"] for part in ("u", "coordinates", "v"))
     delta = (u.double() * d.double()) @ v.double().mT
     expanded = open_checkpoint(mergekit_lab.expand(folder, tmp_path / "base.safetensors", tmp_path / "out"))
     torch.testing.assert_close(expanded["visual.proj"], state["visual.proj"] + delta.float())
 
 
 def test_the_two_commands_make_the_dense_merge(tmp_path) -> None:
-    base, experts = three(llama, tmp_path)
-    given = [f"base={base}", f"experts=[{experts['cars']},{experts['svhn']}]", "merger=tsvm", "device=cpu"]
+    base, experts = save_three(make_llama, tmp_path)
+    inputs = [f"base={base}", f"experts=[{experts['cars']},{experts['svhn']}]", "merger=tsvm", "device=cpu"]
     commands = [
-        ["+experiment=merge_checkpoints", *given, f"out={tmp_path / 'dense'}"],
-        ["+experiment=merge_checkpoints", *given, f"out={tmp_path / 'factors'}", "format=low_rank"],
+        ["+experiment=merge_checkpoints", *inputs, f"out={tmp_path / 'dense'}"],
+        ["+experiment=merge_checkpoints", *inputs, f"out={tmp_path / 'factors'}", "format=low_rank"],
         ["+experiment=expand", f"low_rank={tmp_path / 'factors'}", f"base={base}", f"out={tmp_path / 'out'}"],
     ]
     for overrides in commands:
-        cfg, choices = composed([*overrides, "progress=false"])
+        cfg, choices = compose_config([*overrides, "progress=false"])
         start(cfg, tmp_path / "run", choices, overrides)
-    assert equal(tmp_path / "dense", tmp_path / "out")
+    assert are_equal(tmp_path / "dense", tmp_path / "out")
 
 
 def test_a_tokenizer_that_was_chosen_comes_back_with_the_expanded_model(tmp_path) -> None:
-    base, experts = three(llama, tmp_path)
+    base, experts = save_three(make_llama, tmp_path)
     write_tokenizer(experts["svhn"], [f"t{n}" for n in range(VOCABULARY - 1)])
     for wanted, holder in (("svhn", experts["svhn"]), (None, base)):
         factors = mergekit_lab.merge(
@@ -226,9 +238,9 @@ def test_the_model_of_factors_is_for_the_library_of_its_base(tmp_path) -> None:
     base.mkdir()
     write_tensors(base / "open_clip_model.safetensors", open_clip_model().state_dict())
     (base / "open_clip_config.json").write_text(json.dumps({"model_cfg": OPEN_CLIP, "preprocess_cfg": {}}))
-    dense, factors = merged(base, {"cars": expert}, TSVM(), tmp_path)
+    dense, factors = merge_both(base, {"cars": expert}, TSVM(), tmp_path)
     out = mergekit_lab.expand(factors, base, tmp_path / "out", max_shard_bytes=1000)
-    assert equal(dense, out)
+    assert are_equal(dense, out)
     loaded = open_clip.create_model(f"local-dir:{out}").state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in open_checkpoint(dense).items())
 
@@ -236,9 +248,9 @@ def test_the_model_of_factors_is_for_the_library_of_its_base(tmp_path) -> None:
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A base with a matrix and a vector, and what two experts add to it."""
-    made = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     base, *experts = (
-        {"a": torch.rand(6, 4, generator=made), "c": torch.rand(3, generator=made)} for _ in range(3)
+        {"a": torch.rand(6, 4, generator=generator), "c": torch.rand(3, generator=generator)} for _ in range(3)
     )
     folder = tmp_path_factory.mktemp("small")
     return base, mergekit_lab.merge(base, experts, folder / "f", TSVM(rank=1), device="cpu", format="low_rank")

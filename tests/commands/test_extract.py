@@ -5,8 +5,8 @@ import json
 
 import pytest
 import torch
-from checkpoints.models import gpt2, llama, save, tuned
-from composing import composed
+from checkpoints.models import make_gpt2, make_llama, save, tune
+from composing import compose_config
 from hub_server import holds
 
 import mergekit_lab
@@ -14,7 +14,7 @@ from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.merging import TIES, CoreSpace, TaskArithmetic, WeightAverage
 from mergekit_lab.programs import start
 
-MAKE = {"llama": (llama, ["q_proj", "down_proj"]), "gpt2": (gpt2, ["c_attn", "c_fc"])}
+MAKE = {"llama": (make_llama, ["q_proj", "down_proj"]), "gpt2": (make_gpt2, ["c_attn", "c_fc"])}
 
 
 @pytest.fixture(scope="module", params=MAKE)
@@ -49,7 +49,7 @@ def merge(world, out, method, **options):
     return mergekit_lab.merge(folder / "base", loras, out, method, device="cpu", **options)
 
 
-def change(state, base) -> torch.Tensor:
+def compute_change(state, base) -> torch.Tensor:
     return torch.cat([(state[name].double() - base[name].double()).flatten() for name in base])
 
 
@@ -76,14 +76,14 @@ def test_other_merges_are_those_of_the_products_cut_to_the_rank(world, tmp_path)
     base, method = make().state_dict(), TIES(preset="mergekit", density=0.5)
     dense = open_checkpoint(merge(world, tmp_path / "dense", method))
     out = merge(world, tmp_path / "lora", method, format="adapter", rank=4)
-    found, wanted = load(out, make), dict(dense)
+    extracted, wanted = load(out, make), dict(dense)
     names = [name for name in base if name in wanted and base[name].dim() == 2]
     lost = whole = 0.0
     for name in names:
         delta = wanted[name].double() - base[name].double()
         u, s, v = torch.linalg.svd(delta, full_matrices=False)
         best = (u[:, :4] * s[:4]) @ v[:4]
-        torch.testing.assert_close(found[name].double() - base[name].double(), best, rtol=1e-4, atol=2e-6)
+        torch.testing.assert_close(extracted[name].double() - base[name].double(), best, rtol=1e-4, atol=2e-6)
         lost, whole = lost + float(s[4:].square().sum()), whole + float(s.square().sum())
     assert f"relative error of what is added: {(lost / whole) ** 0.5:.3g}" in (out / "README.md").read_text()
     with pytest.raises(InputError, match="TIES is not a"):
@@ -95,13 +95,13 @@ def test_other_merges_are_those_of_the_products_cut_to_the_rank(world, tmp_path)
 @pytest.mark.parametrize("kept", [{"rank": 16}, {"energy": 0.6}, {"energy": 0.99, "rank": 3}], ids=str)
 def test_extract_makes_an_adapter_of_a_task_vector(world, kept, tmp_path) -> None:
     folder, make = world
-    expert = tuned(make(), 4)
+    expert = tune(make(), 4)
     state = expert.state_dict()
     out = mergekit_lab.extract(folder / "base", state, tmp_path / "lora", device="cpu", **kept)
-    base, found = make().state_dict(), load(out, make)
+    base, adapter = make().state_dict(), load(out, make)
     ranks = set()
     for name, value in state.items():
-        delta, own = value - base[name], found[name] - base[name]
+        delta, own = value - base[name], adapter[name] - base[name]
         linear = value.dim() == 2 and not any(part in name for part in ("embed", "wte", "wpe", "lm_head"))
         if not linear:
             continue
@@ -119,16 +119,16 @@ def test_extract_makes_an_adapter_of_a_task_vector(world, kept, tmp_path) -> Non
     assert ranks
     assert "weights of linear layers" in (out / "README.md").read_text()
     again = open_checkpoint(out, base=open_checkpoint(base))
-    assert all(torch.allclose(again[name], found[name], atol=1e-6) for name in again)
+    assert all(torch.allclose(again[name], adapter[name], atol=1e-6) for name in again)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_adapters_of_more_than_linear_layers_need_a_rank_and_the_card_says_what_is_lost(tmp_path) -> None:
     from peft import LoraConfig, get_peft_model
 
-    save(llama(), tmp_path / "base")
+    save(make_llama(), tmp_path / "base")
     config = LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], init_lora_weights=False)
-    adapted = get_peft_model(llama(), config)
+    adapted = get_peft_model(make_llama(), config)
     adapted.peft_config["default"].base_model_name_or_path = "/home/somebody/other"
     adapted.save_pretrained(tmp_path / "lora")
     how = (tmp_path / "base", [tmp_path / "lora"], tmp_path / "out", TaskArithmetic())
@@ -142,14 +142,14 @@ def test_adapters_of_more_than_linear_layers_need_a_rank_and_the_card_says_what_
 
 
 def test_the_commands_write_adapters(tmp_path) -> None:
-    save(llama(), tmp_path / "base")
-    save(tuned(llama(), 1), tmp_path / "expert")
+    save(make_llama(), tmp_path / "base")
+    save(tune(make_llama(), 1), tmp_path / "expert")
     common = ["device=cpu", "progress=false", f"base={tmp_path}/base", "rank=2"]
     for name, more in (
         ("extract", [f"expert={tmp_path}/expert"]),
         ("merge_checkpoints", [f"experts=[{tmp_path}/expert]", "merger=ties", "format=adapter"]),
     ):
-        cfg, choices = composed([f"+experiment={name}", *common, *more, f"out={tmp_path}/{name}"])
+        cfg, choices = compose_config([f"+experiment={name}", *common, *more, f"out={tmp_path}/{name}"])
         start(cfg, tmp_path / "run", choices, [])
         assert json.loads((tmp_path / name / "adapter_config.json").read_text())["r"] == 2
         assert str(tmp_path) not in (tmp_path / name / "adapter_config.json").read_text()
@@ -166,7 +166,7 @@ def test_the_commands_write_adapters(tmp_path) -> None:
     ],
 )
 def test_what_no_adapter_holds_is_refused(options, message, tmp_path) -> None:
-    base = llama()
+    base = make_llama()
     expert = copy.deepcopy(base)
     with torch.no_grad():
         expert.model.layers[0].mlp.up_proj.weight += 1

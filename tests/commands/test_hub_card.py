@@ -37,7 +37,7 @@ def test_a_card_whose_header_is_no_yaml_says_nothing(header: str, tmp_path) -> N
     assert read_header(tmp_path) == {}
 
 
-def blocks(card: str, language: str) -> list[str]:
+def list_blocks(card: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", card, re.DOTALL)
 
 
@@ -60,17 +60,17 @@ def test_the_header_is_the_hub_s_and_code_command_and_recipe_of_a_card_work(inpu
     assert "| accuracy | 0.75 |" in card
 
     loaded: dict = {}
-    exec(blocks(card, "python")[0], loaded)
+    exec(list_blocks(card, "python")[0], loaded)
     merged = load_file(inputs / "out/model.safetensors")
     assert torch.equal(loaded["model"].state_dict()["model.norm.weight"], merged["model.norm.weight"])
 
-    (command,) = blocks(card, "sh")
+    (command,) = list_blocks(card, "sh")
     words = [word for word in shlex.split(command)[3:] if not word.startswith(("out=", "+experiment="))]
     merge_command(inputs, *words, "out=again")
     again = load_file(inputs / "again/model.safetensors")
     assert all(torch.equal(again[name], merged[name]) for name in merged)
 
-    (inputs / "merge.yml").write_text(blocks(card, "yaml")[0])
+    (inputs / "merge.yml").write_text(list_blocks(card, "yaml")[0])
     merge_command(inputs, "recipe=merge.yml", "out=by_recipe")
     by_recipe = load_file(inputs / "by_recipe/model.safetensors")
     for name in merged:
@@ -78,7 +78,7 @@ def test_the_header_is_the_hub_s_and_code_command_and_recipe_of_a_card_work(inpu
 
 
 def test_models_of_the_hub_are_related_by_merging() -> None:
-    from mergekit_lab.checkpoints import Card
+    from mergekit_lab.checkpoints.card import Card
 
     one = {"label": "a/b", "tensors": 1, "layout_sha256": "0" * 64}
     text = Card("m", "TIES", {}, one, {"c": one}, {}, {"torch": "2"}, hub_ids=["a/b", "c/d"]).format_text()

@@ -8,16 +8,16 @@ import torch
 from checkpoints.models import (
     OPEN_CLIP,
     VOCABULARY,
-    bert,
     clip,
-    gpt2,
-    llama,
+    make_bert,
+    make_gpt2,
+    make_llama,
+    make_t5,
+    make_t5_1_1,
     open_clip_model,
     save,
-    t5,
-    t5_1_1,
-    three,
-    tuned,
+    save_three,
+    tune,
     write_tensors_of,
 )
 
@@ -42,11 +42,11 @@ METHOD = TIES(preset="mergekit", density=0.4, weights=[0.6, 0.9])
 METHOD_OF_ONE = TaskArithmetic(coefficient=0.5)
 
 
-def text_logits(model):
+def compute_text_logits(model):
     return model(input_ids=IDS).logits
 
 
-def t5_logits(model):
+def compute_t5_logits(model):
     return model(input_ids=IDS, decoder_input_ids=IDS[:, :3]).logits
 
 
@@ -55,12 +55,12 @@ def clip_logits(model):
 
 
 HF = {
-    "llama": (llama, "AutoModelForCausalLM", text_logits),
-    "tied llama": (lambda: llama(tied=True), "AutoModelForCausalLM", text_logits),
-    "t5": (t5, "AutoModelForSeq2SeqLM", t5_logits),
-    "t5 1.1": (t5_1_1, "AutoModelForSeq2SeqLM", t5_logits),
-    "gpt2": (gpt2, "AutoModelForCausalLM", text_logits),
-    "bert": (bert, "AutoModelForMaskedLM", text_logits),
+    "llama": (make_llama, "AutoModelForCausalLM", compute_text_logits),
+    "tied llama": (lambda: make_llama(tied=True), "AutoModelForCausalLM", compute_text_logits),
+    "t5": (make_t5, "AutoModelForSeq2SeqLM", compute_t5_logits),
+    "t5 1.1": (make_t5_1_1, "AutoModelForSeq2SeqLM", compute_t5_logits),
+    "gpt2": (make_gpt2, "AutoModelForCausalLM", compute_text_logits),
+    "bert": (make_bert, "AutoModelForMaskedLM", compute_text_logits),
     "clip": (clip, "AutoModel", clip_logits),
 }
 
@@ -70,13 +70,13 @@ def test_what_transformers_loads_back_computes_what_the_merged_state_dict_does(c
     import transformers
 
     make, loader, logits = HF[case]
-    base, experts = three(make, tmp_path)
+    base, experts = save_three(make, tmp_path)
     out = mergekit_lab.merge(base, experts, tmp_path / "out", METHOD, device="cpu", max_shard_bytes=9000)
     assert (out / "model.safetensors.index.json").is_file()
     loaded, info = getattr(transformers, loader).from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    states = [make().state_dict(), *(tuned(make(), seed).state_dict() for seed in (1, 2))]
+    states = [make().state_dict(), *(tune(make(), seed).state_dict() for seed in (1, 2))]
     wanted = make()
     wanted.load_state_dict(merge_state_dicts(states[0], dict(zip(experts, states[1:], strict=True)), METHOD))
     with torch.no_grad():
@@ -89,7 +89,7 @@ def test_what_transformers_loads_back_computes_what_the_merged_state_dict_does(c
 def test_tied_weights_come_back_tied(tmp_path) -> None:
     from transformers import AutoModelForCausalLM
 
-    base, experts = three(lambda: llama(tied=True), tmp_path)
+    base, experts = save_three(lambda: make_llama(tied=True), tmp_path)
     for folder in (base, *experts.values()):
         state = dict(open_checkpoint(folder)) | {
             "lm_head.weight": open_checkpoint(folder)["model.embed_tokens.weight"]
@@ -103,18 +103,18 @@ def test_tied_weights_come_back_tied(tmp_path) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("kind", ["pt", "state_dict", "folder"])
-def test_what_open_clip_loads_back_computes_what_the_merged_state_dict_does(kind: str, tmp_path) -> None:
+@pytest.mark.parametrize("layout", ["pt", "state_dict", "folder"])
+def test_what_open_clip_loads_back_computes_what_the_merged_state_dict_does(layout: str, tmp_path) -> None:
     import open_clip
 
-    states = [open_clip_model().state_dict(), *(tuned(open_clip_model(), seed).state_dict() for seed in (1, 2))]
+    states = [open_clip_model().state_dict(), *(tune(open_clip_model(), seed).state_dict() for seed in (1, 2))]
     sources: list = list(states)
-    if kind == "pt":
+    if layout == "pt":
         sources = [tmp_path / f"{n}.pt" for n in range(3)]
         torch.save(states[0], sources[0])
         torch.save({"state_dict": {f"module.{n}": t for n, t in states[1].items()}, "epoch": 3}, sources[1])
         torch.save(states[2], sources[2])
-    if kind == "folder":
+    if layout == "folder":
         sources = [tmp_path / str(n) for n in range(3)]
         for folder, state in zip(sources, states, strict=True):
             folder.mkdir()
@@ -124,9 +124,9 @@ def test_what_open_clip_loads_back_computes_what_the_merged_state_dict_does(kind
             )
     out = mergekit_lab.merge(
         sources[0], {"cars": sources[1], "svhn": sources[2]}, tmp_path / "out", METHOD, device="cpu",
-        max_shard_bytes=1000 if kind == "folder" else 10**9,
+        max_shard_bytes=1000 if layout == "folder" else 10**9,
     )  # fmt: skip
-    if kind == "folder":
+    if layout == "folder":
         loaded = open_clip.create_model(f"local-dir:{out}").eval()
     else:
         loaded = open_clip.CLIP(**OPEN_CLIP).eval()
@@ -141,10 +141,10 @@ def test_what_open_clip_loads_back_computes_what_the_merged_state_dict_does(kind
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def for_both_libraries(folder: Path, seed: int) -> Path:
+def save_for_both_libraries(folder: Path, seed: int) -> Path:
     """As some folders on the hub are: one model for transformers and one for open_clip."""
-    tuned(clip(), seed).save_pretrained(folder)
-    write_tensors(folder / "open_clip_model.safetensors", tuned(open_clip_model(), seed).state_dict())
+    tune(clip(), seed).save_pretrained(folder)
+    write_tensors(folder / "open_clip_model.safetensors", tune(open_clip_model(), seed).state_dict())
     (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": OPEN_CLIP, "preprocess_cfg": {}}))
     return folder
 
@@ -153,12 +153,14 @@ def test_of_a_folder_for_two_libraries_comes_what_was_read_with_its_own_configur
     import open_clip
     from transformers import CLIPModel
 
-    base, *experts = (for_both_libraries(tmp_path / name, seed) for seed, name in enumerate(("base", "a", "b")))
+    base, *experts = (
+        save_for_both_libraries(tmp_path / name, seed) for seed, name in enumerate(("base", "a", "b"))
+    )
     out = mergekit_lab.merge(base, experts, tmp_path / "hf", METHOD_OF_ONE, device="cpu")
     assert {"model.safetensors", "config.json"} <= {file.name for file in out.iterdir()}
     assert not list(out.glob("open_clip*"))
     assert CLIPModel.from_pretrained(out, output_loading_info=True)[1]["missing_keys"] == set()
-    assert "model for transformers; open_clip_model.safetensors" in _card(out)
+    assert "model for transformers; open_clip_model.safetensors" in _read_card(out)
     file = base / "open_clip_model.safetensors"
     out = mergekit_lab.merge(file, experts, tmp_path / "oc", METHOD_OF_ONE, device="cpu")
     assert sorted(file.name for file in out.iterdir()) == [
@@ -167,18 +169,18 @@ def test_of_a_folder_for_two_libraries_comes_what_was_read_with_its_own_configur
     loaded = open_clip.create_model(f"local-dir:{out}")
     wanted = merge_state_dicts(file, [e / "open_clip_model.safetensors" for e in experts], METHOD_OF_ONE)
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in wanted.items())
-    assert "model for open_clip; model.safetensors" in _card(out)
-    assert "| base | base/open_clip_model.safetensors |" in _card(out)
+    assert "model for open_clip; model.safetensors" in _read_card(out)
+    assert "| base | base/open_clip_model.safetensors |" in _read_card(out)
     with pytest.raises(InputError, match=r"base=.*open_clip_model"):
         mergekit_lab.merge(base, [experts[0] / "open_clip_model.safetensors"], tmp_path / "no", METHOD_OF_ONE)
 
 
-def _card(out: Path) -> str:
+def _read_card(out: Path) -> str:
     return (out / "README.md").read_text()
 
 
-def sentence_transformer(folder: Path, seed: int) -> Path:
-    save(tuned(bert(), seed), folder)
+def save_sentence_transformer(folder: Path, seed: int) -> Path:
+    save(tune(make_bert(), seed), folder)
     for name in ("1_Pooling", "2_Dense", "cache"):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps({"of": name}))
@@ -191,13 +193,15 @@ def sentence_transformer(folder: Path, seed: int) -> Path:
 
 
 def test_the_modules_of_sentence_transformers_come_along(tmp_path) -> None:
-    base, expert = (sentence_transformer(tmp_path / name, seed) for seed, name in ((3, "base"), (4, "expert")))
+    base, expert = (
+        save_sentence_transformer(tmp_path / name, seed) for seed, name in ((3, "base"), (4, "expert"))
+    )
     out = mergekit_lab.merge(base, [expert], tmp_path / "out", METHOD_OF_ONE, device="cpu")
     for name in ("modules.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"):
         assert (out / name).read_bytes() == (base / name).read_bytes()
     assert {"config_sentence_transformers.json", "sentence_bert_config.json"} <= {f.name for f in out.iterdir()}
     assert not (out / "cache").exists()
-    assert "2_Dense: weights of sentence-transformers" in _card(out)
+    assert "2_Dense: weights of sentence-transformers" in _read_card(out)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +215,7 @@ def test_the_modules_of_sentence_transformers_come_along(tmp_path) -> None:
     ],
 )
 def test_a_list_of_modules_that_leads_elsewhere_is_refused_before_anything(modules, message, tmp_path) -> None:
-    base, expert = (sentence_transformer(tmp_path / name, 0) for name in ("base", "expert"))
+    base, expert = (save_sentence_transformer(tmp_path / name, 0) for name in ("base", "expert"))
     (base / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(InputError, match=message):
         mergekit_lab.merge(base, [expert], tmp_path / "out", METHOD_OF_ONE)
@@ -225,7 +229,7 @@ def test_what_a_model_computes_is_not_merged(tmp_path) -> None:
     mask = torch.ones(1, 1, 32, 32).tril().bool()
     older = {f"transformer.h.{n}.attn.bias": mask for n in range(2)}
     older |= {f"transformer.h.{n}.attn.masked_bias": torch.tensor(-1e4) for n in range(2)}
-    base, expert = (save(tuned(gpt2(), seed), tmp_path / str(seed), "1MB") for seed in (0, 1))
+    base, expert = (save(tune(make_gpt2(), seed), tmp_path / str(seed), "1MB") for seed in (0, 1))
     state = dict(open_checkpoint(expert))
     write_tensors(base / "model.safetensors", dict(open_checkpoint(base)) | older)
     masks = {name: torch.tensor(-1e9) if "masked" in name else mask.float() for name in older}
@@ -243,9 +247,9 @@ def test_what_a_model_computes_is_not_merged(tmp_path) -> None:
 def test_an_adapter_and_a_folder_merge_like_the_dense_models_they_stand_for(tmp_path) -> None:
     from peft import LoraConfig, get_peft_model
 
-    base, experts = three(llama, tmp_path)
+    base, experts = save_three(make_llama, tmp_path)
     adapted = get_peft_model(
-        llama(), LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        make_llama(), LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     )
     adapted.save_pretrained(tmp_path / "adapter")
     dense = adapted.merge_and_unload().state_dict()
@@ -261,7 +265,7 @@ def test_an_adapter_and_a_folder_merge_like_the_dense_models_they_stand_for(tmp_
 
 
 def test_patterns_dtype_and_side_inputs_reach_the_merge(tmp_path) -> None:
-    base, experts = three(llama, tmp_path)
+    base, experts = save_three(make_llama, tmp_path)
     fishers = []
     for name in experts:
         values = {n: torch.rand(s.shape) for n, s in open_checkpoint(base).specs.items()}
@@ -283,9 +287,9 @@ def test_patterns_dtype_and_side_inputs_reach_the_merge(tmp_path) -> None:
 def test_other_vocabularies_merge_as_chosen_and_load_with_their_tokenizer(choice, rows, tmp_path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    base, experts = three(llama, tmp_path)
+    base, experts = save_three(make_llama, tmp_path)
     tokens = [f"t{n}" for n in range(38)]
-    experts["chat"] = write_tensors_of(tuned(llama(vocabulary=38), 3), tmp_path / "chat", tokens)
+    experts["chat"] = write_tensors_of(tune(make_llama(vocabulary=38), 3), tmp_path / "chat", tokens)
     with pytest.raises(InputError, match="embeddings=intersect"):
         mergekit_lab.merge(base, experts, tmp_path / "out", WeightAverage())
     assert not (tmp_path / "out").exists()
@@ -306,7 +310,7 @@ def test_other_vocabularies_merge_as_chosen_and_load_with_their_tokenizer(choice
 
 
 def test_the_card_says_what_was_done_and_no_path_of_this_machine(tmp_path) -> None:
-    base, experts = three(llama, tmp_path)
+    base, experts = save_three(make_llama, tmp_path)
     out = mergekit_lab.merge(
         base,
         experts,
@@ -338,9 +342,13 @@ def test_the_card_says_what_was_done_and_no_path_of_this_machine(tmp_path) -> No
 
 @pytest.mark.parametrize("format", ["dense", "low_rank"])
 def test_the_card_tells_what_the_method_noted_of_the_tensors(format: str, tmp_path) -> None:
-    made = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     base, cars, svhn, fisher = (
-        {"a": torch.rand(8, 8, generator=made), "b": torch.rand(6, 6, generator=made), "c": torch.rand(1, 4)}
+        {
+            "a": torch.rand(8, 8, generator=generator),
+            "b": torch.rand(6, 6, generator=generator),
+            "c": torch.rand(1, 4),
+        }
         for _ in range(4)
     )
     notes: dict[str, dict[str, object]] = {}
@@ -350,14 +358,14 @@ def test_the_card_tells_what_the_method_noted_of_the_tensors(format: str, tmp_pa
         format=format,
     )  # fmt: skip
     low, high = sorted(float(str(notes[name]["eta"])) for name in "ab")
-    said = f"eta: {(low + high) / 2:.4g} in the mean of 2 tensors, from {low:.4g} to {high:.4g}"
+    line = f"eta: {(low + high) / 2:.4g} in the mean of 2 tensors, from {low:.4g} to {high:.4g}"
     for text in (out / "README.md", out / "mergekit_lab.json"):
-        assert said in text.read_text()
+        assert line in text.read_text()
         assert "the base stays (1 tensors: c)" in text.read_text()
 
 
 def test_methods_that_take_whole_tensors_stream_too(tmp_path) -> None:
-    base, experts = three(llama, tmp_path)
+    base, experts = save_three(make_llama, tmp_path)
     out = mergekit_lab.merge(base, experts, tmp_path / "out", SLERP(t=0.3), device="cpu", progress=True)
     wanted = merge_state_dicts(base, experts, SLERP(t=0.3))
     assert all(torch.equal(open_checkpoint(out)[n], t) for n, t in wanted.items())
@@ -365,14 +373,14 @@ def test_methods_that_take_whole_tensors_stream_too(tmp_path) -> None:
 
 @pytest.mark.parametrize("buffers", ["merge", "base"])
 def test_batch_norms_statistics_are_merged_or_stay_and_its_counter_is_the_bases(buffers, tmp_path) -> None:
-    def model(seed: int) -> dict:
+    def make_state(seed: int) -> dict:
         torch.manual_seed(seed)
         net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
         for _ in range(1 + seed):
             net(torch.randn(5, 3))
         return net.state_dict()
 
-    states = [model(seed) for seed in range(3)]
+    states = [make_state(seed) for seed in range(3)]
     files = [tmp_path / f"{seed}.safetensors" for seed in range(3)]
     for file, state in zip(files, states, strict=True):
         write_tensors(file, state)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from checkpoints.models import llama, qwen2_vl, siglip, tuned
+from checkpoints.models import make_llama, make_qwen2_vl, save_siglip, tune
 from safetensors.torch import load_file, save_file
 
 from mergekit_lab import InputError, merge
@@ -78,29 +78,29 @@ def test_side_inputs_are_needed_for_what_is_merged() -> None:
 
 
 def test_text_experts_of_a_model_that_sees_and_a_dry_run_that_says_so(tmp_path) -> None:
-    qwen2_vl().save_pretrained(tmp_path / "base")
+    make_qwen2_vl().save_pretrained(tmp_path / "base")
     base = load_file(tmp_path / "base" / "model.safetensors")
     text = {n: t + 0.5 for n, t in base.items() if not n.startswith("visual.")}
     save_file(text, tmp_path / "text.safetensors")
     inputs = (tmp_path / "base", {"a": tmp_path / "text.safetensors"}, METHOD)
     text_alone, all_but_eyes = {"include": ["model.*"]}, {"exclude": ["visual.*"]}
     for options, left in ((text_alone, {"visual", "lm_head"}), (all_but_eyes, {"visual"})):
-        found = report(prepare(*inputs, **options, read=False), tmp_path / "out", overwrite=True)
-        assert found.problems == []
+        summary = report(prepare(*inputs, **options, read=False), tmp_path / "out", overwrite=True)
+        assert summary.problems == []
         merge(*inputs[:2], tmp_path / "out", METHOD, device="cpu", overwrite=True, **options)
         merged = load_file(tmp_path / "out" / "model.safetensors")
         for name, value in base.items():
             wanted = value if name.split(".")[0] in left else text[name]
             torch.testing.assert_close(merged[name], wanted)
-    found = report(prepare(*inputs, read=False), tmp_path / "out")
-    assert any("a lacks" in problem and "visual" in problem for problem in found.problems)
+    summary = report(prepare(*inputs, read=False), tmp_path / "out")
+    assert any("a lacks" in problem and "visual" in problem for problem in summary.problems)
 
 
 def test_an_image_tower_into_a_whole_model(tmp_path) -> None:
     from transformers import SiglipVisionModel
 
-    base = siglip(tmp_path / "base")
-    tuned(SiglipVisionModel.from_pretrained(base), 1).save_pretrained(tmp_path / "tower")
+    base = save_siglip(tmp_path / "base")
+    tune(SiglipVisionModel.from_pretrained(base), 1).save_pretrained(tmp_path / "tower")
     out = merge(
         base, {"a": tmp_path / "tower"}, tmp_path / "out", METHOD, device="cpu", include=["vision_model.*"]
     )
@@ -113,14 +113,14 @@ def test_an_adapters_head_that_the_base_lacks_may_be_left_out(tmp_path) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaForSequenceClassification
 
-    llama().save_pretrained(tmp_path / "base")
-    model = LlamaForSequenceClassification(llama().config)
+    make_llama().save_pretrained(tmp_path / "base")
+    model = LlamaForSequenceClassification(make_llama().config)
     adapted = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"]))
     adapted.save_pretrained(tmp_path / "a")
     inputs = (tmp_path / "base", {"a": tmp_path / "a"}, tmp_path / "out", METHOD)
     with pytest.raises(InputError, match=r"has 1 tensors.*lacks \(score\.weight\)"):
         merge(*inputs, device="cpu")
-    save_file(llama().state_dict(), tmp_path / "a" / "model.safetensors")
+    save_file(make_llama().state_dict(), tmp_path / "a" / "model.safetensors")
     file = tmp_path / "a/adapter_config.json"
     for wanted, known in (("/moved/Base/", True), ("org/other", False)):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": wanted}))

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from checkpoints.models import llama, save, t5, tuned, write_tensors_of
+from checkpoints.models import make_llama, make_t5, save, tune, write_tensors_of
 from commands.recipes import CHATS, EXACT, RANDOM, STAGES, TOKENIZERS
-from composing import composed
+from composing import compose_config
 from safetensors.torch import save_file
 
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.checkpoints import open_checkpoint as opened
-from mergekit_lab.checkpoints import read_tokens
+from mergekit_lab.checkpoints.tokens import read_tokens
 from mergekit_lab.commands.prepare import prepare
 from mergekit_lab.commands.recipes import read_recipe
 from mergekit_lab.commands.recipes.parameters import evaluate
@@ -30,11 +30,11 @@ from mergekit_lab.programs import start
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    place = tmp_path_factory.mktemp("recipes")
-    save(llama(layers=4), place / "base")
+    folder = tmp_path_factory.mktemp("recipes")
+    save(make_llama(layers=4), folder / "base")
     for seed, name in enumerate("abc", 1):
-        save(tuned(llama(layers=4), seed), place / name)
-    return place
+        save(tune(make_llama(layers=4), seed), folder / name)
+    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def _there(folder, monkeypatch) -> None:
     monkeypatch.chdir(folder)
 
 
-def here(text: str, seed: int = 0) -> dict[str, torch.Tensor]:
+def merge_here(text: str, seed: int = 0) -> dict[str, torch.Tensor]:
     Path("recipe.yml").write_text(text)
     recipe = read_recipe(Path("recipe.yml"), seed)
     prepared = prepare(recipe.base, recipe.experts, recipe.make_method, dtype=recipe.dtype, device="cpu")
@@ -52,12 +52,12 @@ def here(text: str, seed: int = 0) -> dict[str, torch.Tensor]:
 def run(text: str, out: Path) -> Path:
     (out.parent / "r.yml").write_text(text)
     common = ["+experiment=merge_checkpoints", "device=cpu", "progress=false", "overwrite=true"]
-    cfg, choices = composed([*common, f"recipe={out.parent}/r.yml", f"out={out}"])
+    cfg, choices = compose_config([*common, f"recipe={out.parent}/r.yml", f"out={out}"])
     start(cfg, out.parent / "run", choices, [])
     return out
 
 
-def mergekits(text: str, out: Path):
+def merge_by_mergekit(text: str, out: Path):
     from mergekit.config import MergeConfiguration
     from mergekit.merge import run_merge
     from mergekit.options import MergeOptions
@@ -67,7 +67,7 @@ def mergekits(text: str, out: Path):
     return opened(out)
 
 
-def beside_mergekit(test):
+def run_mergekit(test):
     """Their warnings are not ours."""
     there = importlib.util.find_spec("mergekit") is not None
     for mark in (
@@ -85,13 +85,13 @@ def assert_same(ours, theirs) -> None:
         torch.testing.assert_close(value, theirs[name], rtol=3e-7, atol=3e-7, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@beside_mergekit
+@run_mergekit
 @pytest.mark.parametrize("case", EXACT)
 def test_a_recipe_gives_mergekits_numbers(case: str, tmp_path) -> None:
-    assert_same(here(EXACT[case]), mergekits(EXACT[case], tmp_path / "out"))
+    assert_same(merge_here(EXACT[case]), merge_by_mergekit(EXACT[case], tmp_path / "out"))
 
 
-@beside_mergekit
+@run_mergekit
 @pytest.mark.parametrize("case", STAGES)
 def test_documents_that_use_each_others_results_give_mergekits_numbers(case: str, tmp_path) -> None:
     from click.testing import CliRunner
@@ -114,7 +114,7 @@ def test_documents_that_use_each_others_results_give_mergekits_numbers(case: str
     assert kept[0]["num_hidden_layers"] == kept[1]["num_hidden_layers"]
 
 
-@beside_mergekit
+@run_mergekit
 @pytest.mark.parametrize("case", RANDOM)
 def test_a_random_recipe_agrees_with_mergekit_in_distribution(case: str, tmp_path) -> None:
     """One expert: as many entries stay, of the same norms, as much like the task vector."""
@@ -124,7 +124,7 @@ def test_a_random_recipe_agrees_with_mergekit_in_distribution(case: str, tmp_pat
     text = "\n".join(line for line in lines if not line.startswith("models"))
     text += "\nmodels: [{model: a, parameters: {weight: 1.0, density: 0.3}}]\n"
     numbers = []
-    for merged in (mergekits(text, tmp_path / "out"), here(text)):
+    for merged in (merge_by_mergekit(text, tmp_path / "out"), merge_here(text)):
         delta = torch.cat([(merged[n] - base[n]).flatten() for n in base])
         alike = torch.cosine_similarity(delta, whole, dim=0)
         numbers.append([float((delta != 0).float().mean()), float(delta.abs().mean()), float(alike)])
@@ -143,7 +143,7 @@ def test_recipes_that_need_no_whole_tensors_merge_in_blocks() -> None:
 @pytest.mark.parametrize("case", {**EXACT, **RANDOM})
 def test_every_recipe_runs_and_neither_order_nor_blocks_matter(case: str) -> None:
     text = {**EXACT, **RANDOM}[case]
-    first, again = here(text, seed=5), here(text, seed=5)
+    first, again = merge_here(text, seed=5), merge_here(text, seed=5)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert any(not torch.equal(first[name], opened("base")[name]) for name in first)
 
@@ -313,7 +313,7 @@ TWO = "models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {wei
 )
 def test_what_is_not_supported_is_refused_by_name(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        here(text)
+        merge_here(text)
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,7 @@ def test_what_is_not_supported_is_refused_by_name(text: str, message: str) -> No
     ],
 )
 def test_what_mergekit_takes_for_the_same_is_the_same(text: str, same: str) -> None:
-    first, second = here(text), here(same)
+    first, second = merge_here(text), merge_here(same)
     assert all(torch.equal(first[name], second[name]) for name in second)
 
 
@@ -399,7 +399,7 @@ def test_a_recipe_whose_aliases_expand_to_gigabytes_is_refused_in_a_short_line()
         text = f"a0: &a0 [x, x, x, x, x, x, x, x, x]\n{levels}"
         Path("recipe.yml").write_text(f"{START}name: [{{x: 1}}]\n" + text + use)
         with pytest.raises(InputError) as caught:
-            here(Path("recipe.yml").read_text())
+            merge_here(Path("recipe.yml").read_text())
         assert len(str(caught.value)) < 1000
 
 
@@ -408,10 +408,10 @@ def test_an_adapter_in_a_recipe_belongs_to_the_model_it_is_added_to(tmp_path) ->
 
     with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):
         adapted = get_peft_model(
-            tuned(llama(layers=4), 1), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+            tune(make_llama(layers=4), 1), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
         )
     adapted.save_pretrained(tmp_path / "lora")
-    merged = here(
+    merged = merge_here(
         f"merge_method: linear\nmodels: [{{model: a+{tmp_path / 'lora'}, parameters: {{weight: 1}}}},"
         " {model: b, parameters: {weight: 1}}]"
     )
@@ -425,7 +425,7 @@ def test_the_command_runs_a_recipe_and_the_card_has_it(folder, tmp_path) -> None
         EXACT["ties"].replace("model: a", f"model: {folder / 'a'}").replace("int8_mask", "gamma: 0, int8_mask")
     )
     (tmp_path / "r.yml").write_text(text)
-    cfg, choices = composed(
+    cfg, choices = compose_config(
         [
             "+experiment=merge_checkpoints",
             "device=cpu",
@@ -435,7 +435,7 @@ def test_the_command_runs_a_recipe_and_the_card_has_it(folder, tmp_path) -> None
         ]
     )
     start(cfg, tmp_path / "run", choices, [])
-    wanted = here(EXACT["ties"])
+    wanted = merge_here(EXACT["ties"])
     assert all(torch.equal(open_checkpoint(tmp_path / "out")[n], t) for n, t in wanted.items())
     card = (tmp_path / "out/README.md").read_text()
     assert "merge_method: ties" in card
@@ -446,14 +446,16 @@ def test_the_command_runs_a_recipe_and_the_card_has_it(folder, tmp_path) -> None
 
 
 def test_tokenizer_source_is_the_choice_of_a_vocabulary(folder, tmp_path) -> None:
-    write_tensors_of(tuned(llama(layers=4, vocabulary=38), 4), tmp_path / "long", [f"t{n}" for n in range(38)])
+    write_tensors_of(
+        tune(make_llama(layers=4, vocabulary=38), 4), tmp_path / "long", [f"t{n}" for n in range(38)]
+    )
     text = f"merge_method: task_arithmetic\nbase_model: {folder}/base\n"
     text += f"models: [{{model: {tmp_path}/long, parameters: {{weight: 1}}}}]\n"
     common = ["+experiment=merge_checkpoints", "device=cpu", "progress=false", "overwrite=true"]
 
     def merge(recipe: str) -> None:
         (tmp_path / "r.yml").write_text(recipe)
-        cfg, choices = composed([*common, f"recipe={tmp_path}/r.yml", f"out={tmp_path}/out"])
+        cfg, choices = compose_config([*common, f"recipe={tmp_path}/r.yml", f"out={tmp_path}/out"])
         start(cfg, tmp_path / "run", choices, [])
 
     with pytest.raises(InputError, match="vocabularies differ"):
@@ -470,7 +472,7 @@ def chats(folder) -> None:
     from transformers import PreTrainedTokenizerFast
 
     for seed, (name, tokens) in enumerate(CHATS.items(), 5):
-        tuned(llama(layers=4, vocabulary=36 + len(tokens)), seed).save_pretrained(folder / name)
+        tune(make_llama(layers=4, vocabulary=36 + len(tokens)), seed).save_pretrained(folder / name)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "base")
         tokenizer.add_tokens(list(tokens), special_tokens=True)
         tokenizer.save_pretrained(folder / name)
@@ -494,11 +496,11 @@ def test_a_union_of_two_chat_models_has_a_tokenizer_that_knows_the_tokens_of_bot
         torch.testing.assert_close(merged[name][rows], wanted)
 
 
-@beside_mergekit
+@run_mergekit
 @pytest.mark.parametrize("case", TOKENIZERS)
 def test_tokens_get_mergekits_rows(case: str, chats, tmp_path) -> None:
     ours = run(TOKENIZERS[case], tmp_path / "ours")
-    mergekits(TOKENIZERS[case], tmp_path / "theirs")
+    merge_by_mergekit(TOKENIZERS[case], tmp_path / "theirs")
     rows, theirs = [], []
     for out in (ours, tmp_path / "theirs"):
         tokens, tensors = read_tokens(out), dict(opened(out))
@@ -567,7 +569,7 @@ def test_stages_are_made_by_name_and_a_dry_run_sees_their_shapes(folder, tmp_pat
     )
     (tmp_path / "r.yml").write_text(text)
     common = ["+experiment=merge_checkpoints", "device=cpu", "progress=false", "dry_run=true"]
-    cfg, choices = composed([*common, f"recipe={tmp_path}/r.yml", f"out={tmp_path}/out"])
+    cfg, choices = compose_config([*common, f"recipe={tmp_path}/r.yml", f"out={tmp_path}/out"])
     start(cfg, tmp_path / "run", choices, [])
     assert "deep" not in [path.name for path in tmp_path.iterdir()]
     capsys.readouterr()
@@ -613,7 +615,7 @@ def test_documents_that_do_not_fit_each_other_are_refused(text: str, message: st
 )
 def test_layers_that_do_not_fit_are_refused(models: str, message: str, folder) -> None:
     if not Path("t5").exists():
-        save(t5(), folder / "t5")
+        save(make_t5(), folder / "t5")
         shutil.copytree("a", "wide")
         state = {n: torch.cat([v, v]) if "up_proj" in n else v for n, v in dict(opened("a")).items()}
         save_file(state, "wide/model.safetensors", {"format": "pt"})
@@ -622,4 +624,4 @@ def test_layers_that_do_not_fit_are_refused(models: str, message: str, folder) -
         config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
         Path("other/config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match=message):
-        here(f"merge_method: passthrough\nslices: [{{sources: [{models}]}}]")
+        merge_here(f"merge_method: passthrough\nslices: [{{sources: [{models}]}}]")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints.models import llama, save, t5, three, tuned, write_tensors_of
-from composing import composed, merge_command
+from checkpoints.models import make_llama, make_t5, save, save_three, tune, write_tensors_of
+from composing import compose_config, merge_command
 from programs import run_program, start_program
 
 import mergekit_lab
@@ -60,7 +60,7 @@ def damage(folder: Path, how: str) -> None:
     ],
 )
 def test_damaged_inputs_are_named_and_leave_nothing(how: str, message: str, tmp_path) -> None:
-    base, experts = three(llama, tmp_path / "in")
+    base, experts = save_three(make_llama, tmp_path / "in")
     damage(experts["cars"], how)
     (tmp_path / "here").mkdir()
     with pytest.raises(InputError, match=message):
@@ -91,17 +91,19 @@ def test_damaged_inputs_are_named_and_leave_nothing(how: str, message: str, tmp_
 )
 def test_mistakes_are_named_and_leave_nothing(experts, keywords, message, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    three(llama, tmp_path)
-    save(llama(layers=1), tmp_path / "other")
-    save(t5(), tmp_path / "t5")
+    save_three(make_llama, tmp_path)
+    save(make_llama(layers=1), tmp_path / "other")
+    save(make_t5(), tmp_path / "t5")
     with pytest.raises(InputError, match=message):
         mergekit_lab.merge("base", experts, "out", TaskArithmetic(), **{"device": "cpu", **keywords})
     assert not list(tmp_path.glob("*out*"))
 
 
 def test_a_tokenizer_must_fit_the_rows_that_come_out(tmp_path) -> None:
-    base, experts = three(llama, tmp_path)
-    longer = write_tensors_of(tuned(llama(vocabulary=38), 3), tmp_path / "longer", [f"t{n}" for n in range(38)])
+    base, experts = save_three(make_llama, tmp_path)
+    longer = write_tensors_of(
+        tune(make_llama(vocabulary=38), 3), tmp_path / "longer", [f"t{n}" for n in range(38)]
+    )
     for models, options in ((experts, {}), ([longer], {"embeddings": "intersect"})):
         with pytest.raises(InputError, match=r"37,.*has 36 rows"):
             mergekit_lab.merge(base, models, tmp_path / "out", METHOD, tokenizer_from=longer, **options)
@@ -110,7 +112,7 @@ def test_a_tokenizer_must_fit_the_rows_that_come_out(tmp_path) -> None:
 
 
 def test_an_input_or_a_strangers_folder_is_never_overwritten(tmp_path) -> None:
-    base, experts = three(llama, tmp_path)
+    base, experts = save_three(make_llama, tmp_path)
     for out in (base, experts["cars"], tmp_path):
         with pytest.raises(InputError, match="is an input of"):
             mergekit_lab.merge(base, experts, out, METHOD, overwrite=True)
@@ -123,7 +125,7 @@ def test_an_input_or_a_strangers_folder_is_never_overwritten(tmp_path) -> None:
 
 def test_the_command_as_it_is_documented(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    base, experts = three(llama, tmp_path)
+    base, experts = save_three(make_llama, tmp_path)
     done = run_program(
         tmp_path,
         *("+experiment=merge_checkpoints", "base=base", "experts=[cars,svhn]", "out=out", "run_dir=run"),
@@ -135,32 +137,32 @@ def test_the_command_as_it_is_documented(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "argument",
     [
         *("experts=[cars,svhn]", "experts={cars: cars, svhn: svhn}"),
         *("experts=@list.txt", "experts=@named.txt", "experts=@marked.txt"),
     ],
 )
-def test_experts_may_be_given_in_several_ways(given: str, tmp_path, monkeypatch) -> None:
+def test_experts_may_be_given_in_several_ways(argument: str, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    base, experts = three(llama, tmp_path)
+    base, experts = save_three(make_llama, tmp_path)
     (tmp_path / "list.txt").write_text("# two\ncars\n\n  svhn\n")
     (tmp_path / "named.txt").write_text("\ufeffcars=cars\nsvhn = svhn\n", encoding="utf-8")
     (tmp_path / "marked.txt").write_text("\ufeffcars\nsvhn\n", encoding="utf-8")
-    merge_command(tmp_path, "base=base", given, "out=out", "merger=dare", "seed=3", "overwrite=true")
+    merge_command(tmp_path, "base=base", argument, "out=out", "merger=dare", "seed=3", "overwrite=true")
     wanted = merge_state_dicts(base, experts, DARE(seed=3))
     assert all(torch.equal(open_checkpoint(tmp_path / "out")[n], t) for n, t in wanted.items())
 
 
 def test_other_runs_do_not_know_these_keys() -> None:
-    cfg, _ = composed(["+experiment=quickstart"])
+    cfg, _ = compose_config(["+experiment=quickstart"])
     assert not {"out", "recipe"} & set(cfg)
-    cfg, _ = composed(["+experiment=merge_checkpoints"])
+    cfg, _ = compose_config(["+experiment=merge_checkpoints"])
     assert not {"backbone", "suite", "optimizer", "training", "store"} & set(cfg)
 
 
 def test_this_stage_loads_no_framework_for_training(tmp_path) -> None:
-    base, experts = three(llama, tmp_path)
+    base, experts = save_three(make_llama, tmp_path)
     script = (
         "import sys, mergekit_lab\nfrom mergekit_lab.merging import TIES\n"
         f"mergekit_lab.merge({str(base)!r}, [{str(experts['cars'])!r}], {str(tmp_path / 'out')!r}, TIES())\n"
@@ -205,8 +207,8 @@ def test_this_stage_loads_no_framework_for_training(tmp_path) -> None:
 )
 def test_mistakes_on_the_command_line_are_named(arguments, message, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    save(llama(), tmp_path / "base")
-    save(tuned(llama(), 1), tmp_path / "cars")
+    save(make_llama(), tmp_path / "base")
+    save(tune(make_llama(), 1), tmp_path / "cars")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(InputError, match=message):
         merge_command(tmp_path, *arguments)
@@ -242,7 +244,7 @@ def test_what_can_be_judged_before_the_hub_is_asked_is(arguments, message, tmp_p
 
 
 def test_a_merge_that_is_killed_leaves_nothing_that_looks_finished(tmp_path) -> None:
-    base, experts = three(llama, tmp_path / "in")
+    base, experts = save_three(make_llama, tmp_path / "in")
     script = (
         "import os, sys, mergekit_lab\nfrom mergekit_lab.checkpoints import shards\n"
         "from mergekit_lab.merging import TIES\nwrite, done = shards.ShardedWriter.write, []\n"

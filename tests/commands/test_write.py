@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from composing import merge_command
-from hub_server import READER, TOKEN, holds, serving
+from hub_server import READER, TOKEN, holds, serve
 from huggingface_hub import ModelCard, constants
 from language import save_tiny
 from safetensors.torch import load_file, save_file
@@ -38,11 +38,11 @@ def models(tmp_path_factory) -> Path:
 def hub(tmp_path, monkeypatch):
     """Where the repositories are; who is asked has a token."""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    with serving(tmp_path / "hub", tmp_path / "cache", monkeypatch):
+    with serve(tmp_path / "hub", tmp_path / "cache", monkeypatch):
         yield tmp_path / "hub/models"
 
 
-def names(folder: Path) -> set[str]:
+def list_names(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
@@ -52,7 +52,7 @@ def test_a_merge_is_pushed_as_it_is_and_a_second_one_takes_its_place(models, hub
     with caplog.at_level(logging.INFO):
         merge_command(tmp_path, *asked, f"out={out}", "metrics={gsm8k: 1e-5, arc_easy/acc_norm: 0.7}")
     assert f"{constants.ENDPOINT}/me/merged (private)" in caplog.text
-    assert names(hub / "me/merged") == names(out)
+    assert list_names(hub / "me/merged") == list_names(out)
     pushed = open_checkpoint("me/merged")
     assert all(torch.equal(pushed[name], t) for name, t in load_file(out / "model.safetensors").items())
 
@@ -65,8 +65,8 @@ def test_a_merge_is_pushed_as_it_is_and_a_second_one_takes_its_place(models, hub
 
     (hub / "me/merged/notes.md").write_text("by hand")
     merge_command(tmp_path, *asked, f"out={tmp_path}/shards", "max_shard_bytes=10000")
-    assert names(hub / "me/merged") == names(tmp_path / "shards") | {"notes.md"}
-    assert "model.safetensors" not in names(tmp_path / "shards")
+    assert list_names(hub / "me/merged") == list_names(tmp_path / "shards") | {"notes.md"}
+    assert "model.safetensors" not in list_names(tmp_path / "shards")
     assert not holds(tmp_path, TOKEN)
     assert TOKEN not in caplog.text
 
@@ -76,7 +76,7 @@ def test_an_upload_that_fails_leaves_the_adapter_and_says_how_to_repeat(models, 
     root, out = tmp_path / "hub", tmp_path / "out"
     pair = (models / "base", models / "expert")
     with (
-        serving(root, tmp_path / "cache", monkeypatch, full=True),
+        serve(root, tmp_path / "cache", monkeypatch, full=True),
         pytest.raises(InputError, match=r"me/lora.*507") as failed,
     ):
         mergekit_lab.extract(*pair, out, rank=2, push_to="me/lora", push_private=False)
@@ -84,12 +84,12 @@ def test_an_upload_that_fails_leaves_the_adapter_and_says_how_to_repeat(models, 
     words = shlex.split(str(failed.value).splitlines()[-1])
     assert words[:5] == ["hf", "upload", "me/lora", str(out), "."]
     assert "--private" not in words
-    with serving(root, tmp_path / "cache", monkeypatch):
+    with serve(root, tmp_path / "cache", monkeypatch):
         own = {"HF_ENDPOINT": constants.ENDPOINT, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "home")}
         command = [sys.executable, "-m", "huggingface_hub.cli.hf", *words[1:]]
         done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert names(root / "models/me/lora") == names(out)
+    assert list_names(root / "models/me/lora") == list_names(out)
     assert not (root / "private").exists()
     assert not holds(tmp_path, TOKEN)
 

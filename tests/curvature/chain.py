@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 
-class Layer(nn.Module):
+class Link(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(6)
@@ -19,7 +19,7 @@ class Chain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(5, 6)
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.layers = nn.ModuleList(Link() for _ in range(3))
         self.head = nn.Linear(6, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 
 import open_clip
 import torch
-from checkpoints.models import bert, clip, gpt2, llama, t5
+from checkpoints.models import clip, make_bert, make_gpt2, make_llama, make_t5
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -25,7 +25,7 @@ class Case:
     unused: tuple[str, ...] = ()
 
 
-def dense(case: Case) -> dict[str, Tensor]:
+def compute_dense(case: Case) -> dict[str, Tensor]:
     """The mean of squared gradients, one autograd pass a sample."""
     named = {n: p for n, p in case.model.named_parameters() if p.requires_grad}
     totals = {n: torch.zeros_like(p) for n, p in named.items()}
@@ -39,15 +39,15 @@ def dense(case: Case) -> dict[str, Tensor]:
     return {n: t / count for n, t in totals.items()}
 
 
-def noise(*shape: int, seed: int = 1) -> Tensor:
+def draw_noise(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _tokens(length: int, seed: int = 2) -> Tensor:
+def _draw_tokens(length: int, seed: int = 2) -> Tensor:
     return torch.randint(3, 36, (SAMPLES, length), generator=torch.Generator().manual_seed(seed))
 
 
-def _answers(tokens: Tensor) -> Tensor:
+def _make_answers(tokens: Tensor) -> Tensor:
     """Labels with a masked prompt of a different length in every sample."""
     start = torch.arange(len(tokens))[:, None] + 1
     return torch.where(torch.arange(tokens.shape[1]) < start, -100, tokens)
@@ -69,8 +69,8 @@ class Tower(nn.Module):
         return functional.normalize(self.visual(images), dim=-1) @ self.head.T
 
 
-def vit() -> Case:
-    return Case(Tower(), (noise(SAMPLES, 3, 8, 8), torch.arange(SAMPLES) % 4))
+def make_vit() -> Case:
+    return Case(Tower(), (draw_noise(SAMPLES, 3, 8, 8), torch.arange(SAMPLES) % 4))
 
 
 class Encoder(nn.Module):
@@ -79,7 +79,7 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tower = clip()
-        self.register_buffer("head", noise(4, 8) * 3)
+        self.register_buffer("head", draw_noise(4, 8) * 3)
         for name, p in self.tower.named_parameters():
             nothing = name.endswith("k_proj.bias")  # which softmax does not see: rounding alone
             p.requires_grad_(name.startswith("vis") and not nothing)
@@ -89,50 +89,52 @@ class Encoder(nn.Module):
         return functional.normalize(self.tower.visual_projection(pooled), dim=-1) @ self.head.T
 
 
-def hf_clip() -> Case:
-    return Case(Encoder(), (noise(SAMPLES, 3, 8, 8), torch.arange(SAMPLES) % 4))
+def make_hf_clip() -> Case:
+    return Case(Encoder(), (draw_noise(SAMPLES, 3, 8, 8), torch.arange(SAMPLES) % 4))
 
 
-def llama_case(tied: bool) -> Case:
-    tokens = _tokens(7)
-    return Case(llama(tied=tied), {"input_ids": tokens, "labels": _answers(tokens)}, causal=True)
+def make_llama_case(tied: bool) -> Case:
+    tokens = _draw_tokens(7)
+    return Case(make_llama(tied=tied), {"input_ids": tokens, "labels": _make_answers(tokens)}, causal=True)
 
 
-def padded_llama() -> Case:
-    tokens = _tokens(7)
+def make_padded_llama() -> Case:
+    tokens = _draw_tokens(7)
     mask = (torch.arange(7) >= torch.tensor([0, 2, 0, 1, 3])[:, None]).long()
     labels = torch.where(mask == 0, -100, tokens)
-    return Case(llama(), {"input_ids": tokens, "attention_mask": mask, "labels": labels}, causal=True)
+    return Case(make_llama(), {"input_ids": tokens, "attention_mask": mask, "labels": labels}, causal=True)
 
 
-def t5_case() -> Case:
-    labels = _answers(_tokens(4, seed=3)).roll(1, dims=1)
-    return Case(t5(), {"input_ids": _tokens(6), "labels": labels})
+def make_t5_case() -> Case:
+    labels = _make_answers(_draw_tokens(4, seed=3)).roll(1, dims=1)
+    return Case(make_t5(), {"input_ids": _draw_tokens(6), "labels": labels})
 
 
-def bert_case() -> Case:
-    return Case(bert(), {"input_ids": _tokens(6), "labels": _answers(_tokens(6))})
+def make_bert_case() -> Case:
+    return Case(make_bert(), {"input_ids": _draw_tokens(6), "labels": _make_answers(_draw_tokens(6))})
 
 
-def square_bert() -> Case:
+def make_square_bert() -> Case:
     """As many tokens as samples, so that no shape tells one from the other."""
-    return Case(bert(), {"input_ids": _tokens(SAMPLES), "labels": _answers(_tokens(SAMPLES))})
+    return Case(
+        make_bert(), {"input_ids": _draw_tokens(SAMPLES), "labels": _make_answers(_draw_tokens(SAMPLES))}
+    )
 
 
-def gpt2_case() -> Case:
+def make_gpt2_case() -> Case:
     """Its projections multiply flattened tokens."""
-    tokens = _tokens(5)
-    return Case(gpt2(), {"input_ids": tokens, "labels": tokens}, causal=True)
+    tokens = _draw_tokens(5)
+    return Case(make_gpt2(), {"input_ids": tokens, "labels": tokens}, causal=True)
 
 
 CASES = {
-    "open_clip ViT": vit,
-    "Hugging Face's CLIP": hf_clip,
-    "Llama": lambda: llama_case(False),
-    "Llama, tied": lambda: llama_case(True),
-    "Llama, padded": padded_llama,
-    "T5": t5_case,
-    "BERT": bert_case,
-    "BERT, L = N": square_bert,
-    "GPT-2": gpt2_case,
+    "open_clip ViT": make_vit,
+    "Hugging Face's CLIP": make_hf_clip,
+    "Llama": lambda: make_llama_case(False),
+    "Llama, tied": lambda: make_llama_case(True),
+    "Llama, padded": make_padded_llama,
+    "T5": make_t5_case,
+    "BERT": make_bert_case,
+    "BERT, L = N": make_square_bert,
+    "GPT-2": make_gpt2_case,
 }

@@ -28,9 +28,9 @@ def test_it_is_the_squared_moment_of_adam_and_of_sgd() -> None:
     model.zero_grad()
     adam = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.8, 0.9))
     step(adam, model)
-    found = squared_first_moment(adam, model.named_parameters())
-    assert found.keys() == {"weight", "bias"}
-    torch.testing.assert_close(found["weight"], (0.2 * gradient) ** 2)
+    moments = squared_first_moment(adam, model.named_parameters())
+    assert moments.keys() == {"weight", "bias"}
+    torch.testing.assert_close(moments["weight"], (0.2 * gradient) ** 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.5)
     step(sgd, model)
     torch.testing.assert_close(squared_first_moment(sgd, model.named_parameters())["weight"], gradient**2)
@@ -40,8 +40,8 @@ def test_it_reads_through_the_optimizers_of_this_package() -> None:
     model = nn.Linear(3, 2)
     optimizer = SAM(model.named_parameters(), base=partial(torch.optim.Adam, lr=0.1), rho=0.05)
     step(optimizer, model)
-    found = squared_first_moment(optimizer, model.named_parameters())
-    assert torch.equal(found["bias"], optimizer.base.state[model.bias]["exp_avg"] ** 2)
+    moments = squared_first_moment(optimizer, model.named_parameters())
+    assert torch.equal(moments["bias"], optimizer.base.state[model.bias]["exp_avg"] ** 2)
 
 
 def test_without_the_optimizer_it_is_what_adam_remembers_of_the_same_batches() -> None:
@@ -54,18 +54,18 @@ def test_without_the_optimizer_it_is_what_adam_remembers_of_the_same_batches() -
         nn.functional.cross_entropy(model(x), y).backward()
         adam.step()
     wanted = squared_first_moment(adam, model.named_parameters())
-    found = first_moment(model, batches, beta=0.8, chunk=2)
-    assert found.keys() == wanted.keys()
-    for name, moment in found.items():
+    moments = first_moment(model, batches, beta=0.8, chunk=2)
+    assert moments.keys() == wanted.keys()
+    for name, moment in moments.items():
         torch.testing.assert_close(moment.square(), wanted[name])
 
 
 def test_where_no_gradient_comes_the_moment_is_zero_and_nothing_to_average_is_refused() -> None:
     model = nn.Linear(3, 2)
     model.register_parameter("unused", nn.Parameter(torch.ones(2)))
-    found = first_moment(model, [(torch.ones(2, 3), torch.tensor([0, 1]))])
-    assert not found["unused"].any()
-    assert found["weight"].any()
+    moments = first_moment(model, [(torch.ones(2, 3), torch.tensor([0, 1]))])
+    assert not moments["unused"].any()
+    assert moments["weight"].any()
     with pytest.raises(InputError, match="one batch or more"):
         first_moment(model, [])
     with pytest.raises(InputError, match="beta is 1"):

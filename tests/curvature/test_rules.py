@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from curvature.models import CASES, SAMPLES, Case, dense, noise
+from curvature.models import CASES, SAMPLES, Case, compute_dense, draw_noise
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -13,12 +13,12 @@ from mergekit_lab.curvature import diagonal_fisher
 
 
 def compare(case: Case, **options) -> None:
-    wanted = dense(case)
-    found = diagonal_fisher(case.model, [case.batch], causal=case.causal, **options)
-    assert found.keys() == wanted.keys()
+    wanted = compute_dense(case)
+    fisher = diagonal_fisher(case.model, [case.batch], causal=case.causal, **options)
+    assert fisher.keys() == wanted.keys()
     for name, value in wanted.items():
         assert value.abs().max() > 0 or name in case.unused, f"the case does not reach {name}"
-        error = (found[name] - value).abs().max() / value.abs().max().clamp_min(1e-30)
+        error = (fisher[name] - value).abs().max() / value.abs().max().clamp_min(1e-30)
         assert error < 1e-5, f"{name}: {error}"
 
 
@@ -37,19 +37,19 @@ def test_chunks_of_any_size_give_the_same(name: str) -> None:
 def test_double_precision_is_kept() -> None:
     case = CASES["Llama, tied"]()
     case.model.double()
-    found = diagonal_fisher(case.model, [case.batch], causal=True)
-    for name, value in dense(case).items():
-        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-16)
+    fisher = diagonal_fisher(case.model, [case.batch], causal=True)
+    for name, value in compute_dense(case).items():
+        torch.testing.assert_close(fisher[name], value, rtol=1e-10, atol=1e-16)
 
 
 def test_bfloat16_weights_have_a_float32_fisher_near_the_dense_one() -> None:
     case = CASES["Llama"]()
-    wanted = dense(case)
+    wanted = compute_dense(case)
     case.model.bfloat16()
-    found = diagonal_fisher(case.model, [case.batch], causal=True)
+    fisher = diagonal_fisher(case.model, [case.batch], causal=True)
     name = "model.layers.0.mlp.up_proj.weight"
-    assert found[name].dtype == torch.float32
-    assert functional.cosine_similarity(found[name].flatten(), wanted[name].flatten(), dim=0) > 0.99
+    assert fisher[name].dtype == torch.float32
+    assert functional.cosine_similarity(fisher[name].flatten(), wanted[name].flatten(), dim=0) > 0.99
 
 
 class Scored(nn.Module):
@@ -120,21 +120,21 @@ class Swapped(nn.Module):
         return torch.tanh(self.layer(x.transpose(0, 1))).transpose(0, 1)
 
 
-def sequence(*layers: nn.Module) -> nn.Module:
+def make_sequence(*layers: nn.Module) -> nn.Module:
     return nn.Sequential(*layers)
 
 
 BODIES = {
     "convolutions": (
-        sequence(nn.Conv2d(3, 4, 3, 2, 1), nn.GELU(), nn.Conv2d(4, 6, 2, dilation=2)), (3, 9, 9), 6
+        make_sequence(nn.Conv2d(3, 4, 3, 2, 1), nn.GELU(), nn.Conv2d(4, 6, 2, dilation=2)), (3, 9, 9), 6
     ),
-    "grouped convolution": (sequence(nn.Conv2d(4, 6, 3, groups=2, padding="same")), (4, 5, 5), 6),
-    "tiles that leave a rest": (sequence(nn.Conv2d(3, 6, 4, 4)), (3, 9, 9), 6),
-    "1-D convolution": (sequence(nn.Conv1d(3, 6, 3, padding=1)), (3, 8), 6),
-    "batch norm": (sequence(nn.BatchNorm2d(4), nn.Conv2d(4, 6, 1)), (4, 3, 3), 6),
-    "group norm": (sequence(nn.GroupNorm(2, 6)), (6, 4, 4), 6),
-    "layer and RMS norm": (sequence(nn.LayerNorm((4, 6)), nn.RMSNorm(6)), (4, 6), 6),
-    "RMS norm by hand": (sequence(nn.RMSNorm(6), nn.Linear(6, 6)), (5, 6), 6),
+    "grouped convolution": (make_sequence(nn.Conv2d(4, 6, 3, groups=2, padding="same")), (4, 5, 5), 6),
+    "tiles that leave a rest": (make_sequence(nn.Conv2d(3, 6, 4, 4)), (3, 9, 9), 6),
+    "1-D convolution": (make_sequence(nn.Conv1d(3, 6, 3, padding=1)), (3, 8), 6),
+    "batch norm": (make_sequence(nn.BatchNorm2d(4), nn.Conv2d(4, 6, 1)), (4, 3, 3), 6),
+    "group norm": (make_sequence(nn.GroupNorm(2, 6)), (6, 4, 4), 6),
+    "layer and RMS norm": (make_sequence(nn.LayerNorm((4, 6)), nn.RMSNorm(6)), (4, 6), 6),
+    "RMS norm by hand": (make_sequence(nn.RMSNorm(6), nn.Linear(6, 6)), (5, 6), 6),
     "transformer layer": (nn.TransformerEncoderLayer(6, 2, 8, batch_first=True), (4, 6), 6),
     "attention across": (Cross(), (5, 6), 6),
     "attention with three projections": (Cross(kdim=6, vdim=6, bias=False), (5, 6), 6),
@@ -149,7 +149,9 @@ def test_every_rule_is_exact(name: str, caplog) -> None:
     with caplog.at_level(logging.WARNING):
         compare(
             Case(
-                Scored(body, width), (noise(SAMPLES, *shape), torch.arange(SAMPLES) % 3), unused=("body.idle",)
+                Scored(body, width),
+                (draw_noise(SAMPLES, *shape), torch.arange(SAMPLES) % 3),
+                unused=("body.idle",),
             )
         )
     assert not caplog.records
@@ -157,12 +159,13 @@ def test_every_rule_is_exact(name: str, caplog) -> None:
 
 def test_what_has_no_rule_is_differentiated_sample_by_sample_and_named(caplog) -> None:
     case = Case(
-        Scored(sequence(nn.LayerNorm(6), Swapped()), 6), (noise(SAMPLES, 4, 6), torch.arange(SAMPLES) % 3)
+        Scored(make_sequence(nn.LayerNorm(6), Swapped()), 6),
+        (draw_noise(SAMPLES, 4, 6), torch.arange(SAMPLES) % 3),
     )
     with caplog.at_level(logging.WARNING):
         compare(case)
-    (told,) = [r.getMessage() for r in caplog.records]
-    assert "body.1.layer.bias, body.1.layer.weight" in told
+    (message,) = [r.getMessage() for r in caplog.records]
+    assert "body.1.layer.bias, body.1.layer.weight" in message
     assert all(p.grad is None and p.requires_grad for p in case.model.parameters())
 
 
@@ -172,13 +175,13 @@ class Scaled(nn.Module):
     def __init__(self, **factors: float) -> None:
         super().__init__()
         self.factors = factors
-        self.weight, self.bias = nn.Parameter(noise(6, 6)), nn.Parameter(noise(6))
+        self.weight, self.bias = nn.Parameter(draw_noise(6, 6)), nn.Parameter(draw_noise(6))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.addmm(self.bias, mat1=x, mat2=self.weight, **self.factors)
 
 
-class Rows(nn.Module):
+class SampleVectors(nn.Module):
     """Samples one by one, as vectors of as many entries as there are samples."""
 
     def __init__(self) -> None:
@@ -194,16 +197,16 @@ class Repeated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.floor = nn.Parameter(noise(6))
+        self.floor = nn.Parameter(draw_noise(6))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.lerp(x, self.floor.expand(len(x), 6), 0.3)
 
 
-@pytest.mark.parametrize("layer", [Scaled(), Scaled(beta=0.5, alpha=2.0), Rows(), Repeated()])
+@pytest.mark.parametrize("layer", [Scaled(), Scaled(beta=0.5, alpha=2.0), SampleVectors(), Repeated()])
 def test_unusual_calls_are_exact(layer: nn.Module) -> None:
     torch.manual_seed(0)
-    compare(Case(nn.Sequential(layer, nn.Linear(6, 3)), (noise(SAMPLES, 6), torch.arange(SAMPLES) % 3)))
+    compare(Case(nn.Sequential(layer, nn.Linear(6, 3)), (draw_noise(SAMPLES, 6), torch.arange(SAMPLES) % 3)))
 
 
 class Hidden(nn.Module):
@@ -220,8 +223,8 @@ class Hidden(nn.Module):
 
 
 def test_uses_that_no_function_shows_are_found(caplog) -> None:
-    batch = (noise(SAMPLES, 4, 6), torch.arange(SAMPLES) % 3)
-    case = Case(Scored(sequence(nn.LayerNorm(6), Hidden()), 6), batch, unused=("body.1.idle",))
+    batch = (draw_noise(SAMPLES, 4, 6), torch.arange(SAMPLES) % 3)
+    case = Case(Scored(make_sequence(nn.LayerNorm(6), Hidden()), 6), batch, unused=("body.1.idle",))
     with caplog.at_level(logging.WARNING):
         compare(case, chunk=2)
     assert "fast rule for body.1.weight" in caplog.text
@@ -248,8 +251,8 @@ def test_a_texts_likelihood_is_the_sum_over_its_answer_tokens() -> None:
             logits = case.model(input_ids=tokens).logits[:, :-1]
         hot = functional.one_hot(tokens[:, 1:], 36)
         wanted = (hot - logits.softmax(-1))[:, -answer:].sum(1).square().mean(0)
-        found = diagonal_fisher(case.model, [{"input_ids": tokens, "labels": labels}], causal=True)
-        torch.testing.assert_close(found["lm_head.bias"], wanted, rtol=1e-4, atol=1e-7)
+        fisher = diagonal_fisher(case.model, [{"input_ids": tokens, "labels": labels}], causal=True)
+        torch.testing.assert_close(fisher["lm_head.bias"], wanted, rtol=1e-4, atol=1e-7)
 
 
 def test_drawn_tokens_stand_in_the_places_of_answers_alone() -> None:

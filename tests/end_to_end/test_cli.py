@@ -40,12 +40,12 @@ def test_a_mistake_is_one_message_without_a_traceback(
     tmp_path, arguments: list[str], expected: list[str]
 ) -> None:
     done = run_program(tmp_path, *arguments, "run_dir=run")
-    said = done.stdout + done.stderr
-    assert done.returncode == 1, said
-    assert "Traceback" not in said
-    assert "append" not in said
+    message = done.stdout + done.stderr
+    assert done.returncode == 1, message
+    assert "Traceback" not in message
+    assert "append" not in message
     for text in expected:
-        assert text in said
+        assert text in message
     assert not (tmp_path / "store").exists()
 
 
@@ -58,9 +58,9 @@ def test_a_run_s_folder_that_another_writes_to_is_refused_before_any_work(tmp_pa
     done = run_program(tmp_path, *sweep, "run_dir=run")
     os.close(held)
     assert done.returncode == 1
-    (said,) = done.stderr.splitlines()
-    assert "another run" in said
-    assert "run_dir=PATH" in said
+    (message,) = done.stderr.splitlines()
+    assert "another run" in message
+    assert "run_dir=PATH" in message
     assert not list(folder.iterdir())
     again = run_program(tmp_path, *sweep, "run_dir=run", "suite.tasks=7")
     assert "another run" not in again.stderr
@@ -71,10 +71,10 @@ def test_a_run_s_folder_that_cannot_be_written_is_refused_before_any_work(tmp_pa
     (tmp_path / "file").write_text("")
     done = run_program(tmp_path, *sweep, "run_dir=file/run")
     assert done.returncode == 1
-    (said,) = done.stderr.splitlines()
-    assert "file/run" in said
-    assert "Not a directory" in said
-    assert "run_dir=PATH" in said
+    (message,) = done.stderr.splitlines()
+    assert "file/run" in message
+    assert "Not a directory" in message
+    assert "run_dir=PATH" in message
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -91,10 +91,10 @@ def test_a_misspelled_key_in_a_file_is_named_with_the_file(tmp_path) -> None:
     )
     done = run_program(tmp_path, "--config-dir", "mine", "training=short", "run_dir=run")
     assert done.returncode == 1
-    said = done.stdout + done.stderr
-    assert "unknown key 'training.warmup_stepz'" in said
-    assert "short.yaml" in said
-    assert "did you mean 'warmup_steps'" in said
+    message = done.stdout + done.stderr
+    assert "unknown key 'training.warmup_stepz'" in message
+    assert "short.yaml" in message
+    assert "did you mean 'warmup_steps'" in message
 
 
 @pytest.mark.slow
@@ -103,8 +103,8 @@ def test_a_sweep_trains_each_expert_once_and_compares_all_jobs_also_when_one_fai
         tmp_path, "-m", *TINY, "~suite.tasks.latin", "joint=false", "run_dir=sweep", "optimizer=adamw,sam",
         "merger=average,ties", "training.clip_norm=1.0,-1.0", "table=optimizer×merger",
     )  # fmt: skip
-    said = done.stdout + done.stderr
-    assert done.returncode == 1, said
+    message = done.stdout + done.stderr
+    assert done.returncode == 1, message
     assert len(list((tmp_path / "store/experts").glob("*/manifest.json"))) == 2
     records = read_records(tmp_path / "sweep/records.jsonl")
     assert {(r.optimizer, r.merger) for r in records if r.merger} == {

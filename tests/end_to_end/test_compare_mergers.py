@@ -4,7 +4,7 @@ import csv
 
 import pytest
 import torch
-from composing import composed
+from composing import compose_config
 from language import save_tiny
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
@@ -54,7 +54,7 @@ def test_experts_of_one_s_own_are_compared_on_one_s_own_texts(inputs, tmp_path) 
             "mergers.task_arithmetic.coefficient=1.0",
         ),
     ]
-    cfg, choices = composed(arguments)
+    cfg, choices = compose_config(arguments)
     start(cfg, tmp_path / "run", choices, arguments)
     records = read_records(tmp_path / "run/records.jsonl")
     assert {r.label for r in records} == {"zero-shot", "experts", "average", "task_arithmetic", "tsvm"}
@@ -69,8 +69,8 @@ def test_experts_of_one_s_own_are_compared_on_one_s_own_texts(inputs, tmp_path) 
     )
 
 
-def settled(experts: str):
-    cfg, _ = composed(["+experiment=compare_mergers", "base=B", f"experts={experts}"])
+def settle_experts(experts: str):
+    cfg, _ = compose_config(["+experiment=compare_mergers", "base=B", f"experts={experts}"])
     return OmegaConf.to_container(settle(cfg).experts)
 
 
@@ -78,20 +78,23 @@ def test_a_list_a_mapping_and_a_file_name_the_same_experts(tmp_path) -> None:
     (tmp_path / "list.txt").write_text("A\nB\n")
     wanted = {"stories": "A", "quantities": "B"}
     assert (
-        settled("[A,B]") == settled("{quantities: B, stories: A}") == settled(f"@{tmp_path}/list.txt") == wanted
+        settle_experts("[A,B]")
+        == settle_experts("{quantities: B, stories: A}")
+        == settle_experts(f"@{tmp_path}/list.txt")
+        == wanted
     )
 
 
 def test_what_is_to_be_compared_must_be_named() -> None:
-    for given, message in (
+    for overrides, message in (
         (["base=B"], "experts is not set"),
         (["experts=[A,B]"], "base is not set"),
     ):
-        cfg, _ = composed(["+experiment=compare_mergers", *given])
+        cfg, _ = compose_config(["+experiment=compare_mergers", *overrides])
         with pytest.raises(InputError, match=message):
             settle(cfg)
     for backbone in ("glyph_clip", "clip_vit_b32"):  # names its own base
-        cfg, _ = composed(["+experiment=compare_mergers", f"backbone={backbone}", "experts=[A,B]"])
+        cfg, _ = compose_config(["+experiment=compare_mergers", f"backbone={backbone}", "experts=[A,B]"])
         assert settle(cfg).experts == {"stories": "A", "quantities": "B"}
 
 
@@ -100,8 +103,8 @@ def test_a_text_encoder_chooses_among_the_answers_of_one_s_own_texts(tmp_path) -
         "prompt,answer\n" + "".join(f"{n},{'no' if n % 3 else 'yes'}\n" for n in range(12))
     )
     texts = f"texts={{a: {tmp_path}/a.csv, b: {{source: {tmp_path}/a.csv, choices: [yes, no]}}}}"
-    given = ["+experiment=compare_mergers", "backbone=hf_encoder", "base=B", "experts=[A,B]", texts]
-    tasks = settle(composed(given)[0]).suite.tasks
+    overrides = ["+experiment=compare_mergers", "backbone=hf_encoder", "base=B", "experts=[A,B]", texts]
+    tasks = settle(compose_config(overrides)[0]).suite.tasks
     assert [list(task.choices) for task in tasks.values()] == [["no", "yes"], ["yes", "no"]]
 
 
@@ -111,4 +114,4 @@ def test_a_text_encoder_chooses_among_the_answers_of_one_s_own_texts(tmp_path) -
 )
 def test_experts_that_are_not_one_a_task_are_refused(experts: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        settled(experts)
+        settle_experts(experts)

@@ -18,7 +18,7 @@ _SHORTER = (
 """Enough for the order of the rows."""
 
 
-def demo(folder: Path, name: str) -> str:
+def run_demo(folder: Path, name: str) -> str:
     done = run_program(
         folder, "+experiment=quickstart", f"run_dir={name}", *_SHORTER, whole=True, COLUMNS="160"
     )
@@ -28,8 +28,8 @@ def demo(folder: Path, name: str) -> str:
 
 @pytest.mark.slow
 def test_the_demo_shows_experts_above_every_merger_above_zero_shot(tmp_path: Path) -> None:
-    said, again = demo(tmp_path, "first"), demo(tmp_path, "second")
-    assert "were computed" in said
+    printed, again = run_demo(tmp_path, "first"), run_demo(tmp_path, "second")
+    assert "were computed" in printed
 
     average: dict[str, list[float]] = {}
     for record in read_records(tmp_path / "first/records.jsonl"):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from composing import TINY, composed
+from composing import TINY, compose_config
 from omegaconf import OmegaConf, open_dict
 
 import mergekit_lab
@@ -75,7 +75,7 @@ def test_a_stopped_merge_promises_no_more_than_it_keeps() -> None:
 @pytest.mark.parametrize("overrides", [["stage=store"], ["dry_run=true"], ["+experiment=merge_checkpoints"]])
 def test_what_makes_no_results_makes_no_folder(overrides, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    cfg, _ = composed(overrides)
+    cfg, _ = compose_config(overrides)
     with open_dict(cfg):
         cfg.hydra = {"run": {"dir": "outputs/now"}, "overrides": {"task": overrides, "hydra": []}}
     RunFolder().on_run_start(cfg)
@@ -97,13 +97,13 @@ def test_a_device_that_is_not_there_is_one_line(device: str) -> None:
         pytest.skip("this machine has it")
     with pytest.raises(InputError) as caught:
         resolve_device(device)
-    (said,) = str(caught.value).splitlines()
-    assert f"'{device}'" in said
-    assert "this machine has cpu" in said
+    (message,) = str(caught.value).splitlines()
+    assert f"'{device}'" in message
+    assert "this machine has cpu" in message
 
 
 def test_warm_up_is_a_share_of_the_steps_whatever_their_number() -> None:
-    cfg, _ = composed(["+experiment=quickstart", "training.steps=10"])
+    cfg, _ = compose_config(["+experiment=quickstart", "training.steps=10"])
     settings = TrainingSettings(**cfg.training)
     assert (settings.warmup, settings.with_steps(50).warmup) == (1, 5)
     whole = TrainingSettings(steps=100, batch_size=1, lr=1.0, weight_decay=0.0, warmup_steps=10)
@@ -115,7 +115,7 @@ def test_warm_up_is_a_share_of_the_steps_whatever_their_number() -> None:
         TrainingSettings(steps=10, batch_size=1, lr=1.0, weight_decay=0.0, warmup_steps=500)
 
 
-class Made:
+class PlannedArtifact:
     """What a plan reads of an artifact."""
 
     def __init__(self, kind: str, content: dict, seconds: float = 0.0) -> None:
@@ -125,10 +125,13 @@ class Made:
 def test_a_plan_prices_a_training_by_its_gradients() -> None:
     plain, sam = (
         {"training": {"steps": 10}, "optimizer": OmegaConf.to_container(cfg.optimizer, resolve=True)}
-        for cfg in (composed([f"optimizer={name}"])[0] for name in ("adamw", "sam"))
+        for cfg in (compose_config([f"optimizer={name}"])[0] for name in ("adamw", "sam"))
     )
-    assert estimate_seconds(Made("joint", sam), [Made("joint", plain, 100.0)]) == 200.0  # type: ignore[arg-type]
-    trained, imported = Made("experts", plain, 100.0), Made("experts", {"imported": "0f"}, 0.1)
+    assert estimate_seconds(PlannedArtifact("joint", sam), [PlannedArtifact("joint", plain, 100.0)]) == 200.0  # type: ignore[arg-type]
+    trained, imported = (
+        PlannedArtifact("experts", plain, 100.0),
+        PlannedArtifact("experts", {"imported": "0f"}, 0.1),
+    )
     for node, seconds in ((trained, 100.0), (imported, 0.1)):
         assert estimate_seconds(node, [imported, imported, trained]) == seconds  # type: ignore[arg-type]
     assert estimate_seconds(imported, [trained]) is None  # type: ignore[arg-type]
@@ -136,9 +139,9 @@ def test_a_plan_prices_a_training_by_its_gradients() -> None:
 
 def test_a_first_plan_does_not_say_that_it_takes_no_time(tmp_path) -> None:
     node = SimpleNamespace(kind="experts", needs=(), content={})
-    said = format_plan({"a": node}, (), Store(tmp_path), 1)  # type: ignore[dict-item]
-    assert "0 s" not in said
-    assert "unknown" in said.splitlines()[-1]
+    line = format_plan({"a": node}, (), Store(tmp_path), 1)  # type: ignore[dict-item]
+    assert "0 s" not in line
+    assert "unknown" in line.splitlines()[-1]
 
 
 def test_an_analysis_alone_ends_in_a_page_of_its_figure(tmp_path) -> None:

@@ -39,13 +39,13 @@ runpy.run_module("mergekit_lab", run_name="__main__")
 
 def with_what_they_need(names: set[str]) -> set[str]:
     """Packages and all that pip installs with them, here."""
-    found: set[str] = set()
+    installed: set[str] = set()
     while names:
-        found |= names
+        installed |= names
         needed = [Requirement(text) for name in names for text in requires(name) or ()]
         wanted = {n.name for n in needed if n.marker is None or n.marker.evaluate({"extra": ""})}
-        names = {name.lower().replace("_", "-") for name in wanted} - found
-    return found
+        names = {name.lower().replace("_", "-") for name in wanted} - installed
+    return installed
 
 
 def test_a_merge_runs_with_what_the_page_installs(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import recorder
 import torch
-from tiny import tiny_objective
+from tiny import make_tiny_objective
 
 from mergekit_lab.evaluation import replay, score
 
@@ -12,13 +12,13 @@ from mergekit_lab.evaluation import replay, score
 def card(monkeypatch):
     """The CPU, with graphs."""
     monkeypatch.setattr(replay, "DEVICES", ("cpu",))
-    monkeypatch.setattr(replay, "GraphStream", recorder.GraphStream)
+    monkeypatch.setattr(replay, "GraphStream", recorder.RecordedGraphStream)
     monkeypatch.setattr(replay, "_KNOWN", type(replay._KNOWN)())
-    return recorder.GraphStream
+    return recorder.RecordedGraphStream
 
 
 def test_one_recording_a_shape_serves_every_candidate(encoder, head, card) -> None:
-    objective = tiny_objective(head, other_size=50)
+    objective = make_tiny_objective(head, other_size=50)
     for step in range(4):
         with torch.no_grad():
             encoder.body[1].weight += 0.3 * torch.randn(16, 48, generator=torch.Generator().manual_seed(step))
@@ -32,13 +32,13 @@ def test_one_recording_a_shape_serves_every_candidate(encoder, head, card) -> No
 
 
 def test_weights_that_were_moved_void_what_was_recorded(encoder, head, card) -> None:
-    objective = tiny_objective(head, other_size=40)
+    objective = make_tiny_objective(head, other_size=40)
     score(encoder, objective, "validation", batch_size=20)
     encoder.body[1].weight.data = -encoder.body[1].weight.data
-    found = score(encoder, objective, "validation", batch_size=20)
+    scores = score(encoder, objective, "validation", batch_size=20)
     encoder.eval()
     images = objective.task.load_samples("validation").images
-    assert found.predictions == (encoder(images) @ head.T).argmax(-1).tolist()
+    assert scores.predictions == (encoder(images) @ head.T).argmax(-1).tolist()
 
 
 def test_a_pass_that_cannot_be_recorded_runs_as_written(encoder, head, card, caplog) -> None:
@@ -50,10 +50,10 @@ def test_a_pass_that_cannot_be_recorded_runs_as_written(encoder, head, card, cap
             return plain(self, images)
 
     encoder.__class__ = Asking
-    objective = tiny_objective(head, other_size=60)
+    objective = make_tiny_objective(head, other_size=60)
     with caplog.at_level("INFO", "mergekit_lab"):
-        found = score(encoder, objective, "validation", batch_size=20)
-    assert len(found.predictions) == 60
+        scores = score(encoder, objective, "validation", batch_size=20)
+    assert len(scores.predictions) == 60
     assert caplog.text.count("evaluation runs as written") == 1
 
 

@@ -94,13 +94,13 @@ def test_refining_stays_within_the_range_of_the_grid(peak: float) -> None:
 OPTIMUM = (0.2, 0.9, 0.5)
 
 
-def near_optimum(point):
+def make_score(point):
     distance = sum((x - best) ** 2 for x, best in zip(point, OPTIMUM, strict=True))
     return lambda *_: 1 / (1 + distance)
 
 
 def test_cma_es_begins_in_the_middle_and_finds_the_optimum() -> None:
-    curve = search_cma_es(3, {"a": 1.0}, near_optimum, turns=range(120), seed=3)
+    curve = search_cma_es(3, {"a": 1.0}, make_score, turns=range(120), seed=3)
     assert curve[0].fields["point"] == [0.5, 0.5, 0.5]
     assert choose_best(curve).fields["point"] == pytest.approx(OPTIMUM, abs=0.02)
 
@@ -108,20 +108,20 @@ def test_cma_es_begins_in_the_middle_and_finds_the_optimum() -> None:
 def test_cma_es_that_was_killed_equals_one_that_was_not_and_measures_nothing_twice(tmp_path) -> None:
     log, asked = tmp_path / "trials.jsonl", []
 
-    def at(point):
+    def score_at(point):
         asked.append(point)
         if len(asked) == 17:
             raise KeyboardInterrupt
-        return near_optimum(point)
+        return make_score(point)
 
-    def search(log, at=at):
+    def search(log, at=score_at):
         return search_cma_es(3, {"a": 0.5, "b": 1.0}, at, turns=range(40), population=6, seed=1, log=log)
 
     with pytest.raises(KeyboardInterrupt):
         search(log)
     log.write_bytes(log.read_bytes()[:-9])  # the last line was cut, too
     resumed = search(log)
-    assert resumed == search(None, near_optimum)
+    assert resumed == search(None, make_score)
     assert len(asked) == 17 + 40 - 15
     assert search(log) == resumed
     assert len(asked) == 17 + 40 - 15
@@ -130,7 +130,7 @@ def test_cma_es_that_was_killed_equals_one_that_was_not_and_measures_nothing_twi
 
 def test_cma_es_says_what_it_lacks(monkeypatch) -> None:
     with pytest.raises(InputError, match="at least two weights"):
-        search_cma_es(1, {"a": 1.0}, near_optimum, turns=range(3))
+        search_cma_es(1, {"a": 1.0}, make_score, turns=range(3))
     monkeypatch.setitem(sys.modules, "cmaes", None)
     with pytest.raises(InputError, match=r"'mergekit_lab\[evolve\]'"):
-        search_cma_es(2, {"a": 1.0}, near_optimum, turns=range(3))
+        search_cma_es(2, {"a": 1.0}, make_score, turns=range(3))

@@ -20,17 +20,17 @@ class Golden:
         self.fishers = [load_file(GOLDEN / f"inputs/fisher_{t}.safetensors") for t in range(4)]
         self.grams = [load_file(GOLDEN / f"inputs/regmean_gram_{t}.safetensors") for t in range(4)]
 
-    def output(self, name: str) -> dict[str, Tensor]:
+    def load_output(self, name: str) -> dict[str, Tensor]:
         return load_file(GOLDEN / f"outputs/{name}.safetensors")
 
 
-def in_dtype(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def to_dtype(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     return {n: t.to(dtype) if t.is_floating_point() else t for n, t in state.items()}
 
 
-def relative_error(found: Tensor, wanted: Tensor) -> float:
+def measure_error(merged: Tensor, wanted: Tensor) -> float:
     """`‖found − wanted‖ / ‖wanted‖`; the plain norm of the difference where `wanted` is zero."""
-    difference = float((found.double() - wanted.double()).norm())
+    difference = float((merged.double() - wanted.double()).norm())
     return difference / (float(wanted.double().norm()) or 1.0)
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from merging.conftest import F64, draw, relative_error
+from merging.conftest import F64, draw, measure_error
 from torch import Tensor, nn
 
 from mergekit_lab import InputError
@@ -18,10 +18,10 @@ def test_adamerging_with_fixed_coefficients_is_a_sum_by_tensor_and_expert() -> N
     merged = merge_state_dicts(base, {"a": a, "b": b}, AdaMerging(weights=alphas))
     for name, first, second in (("fc.weight", 0.1, 0.5), ("fc.bias", 0.7, 0.5), ("scale", 0.7, 0.3)):
         wanted = base[name] + first * (a[name] - base[name]) + second * (b[name] - base[name])
-        assert relative_error(merged[name], wanted) < 1e-12, name
+        assert measure_error(merged[name], wanted) < 1e-12, name
     start = merge_state_dicts(base, {"a": a, "b": b}, AdaMerging())
     for name, value in merge_state_dicts(base, {"a": a, "b": b}, TaskArithmetic(coefficient=0.3)).items():
-        assert relative_error(start[name], value) < 1e-12
+        assert measure_error(start[name], value) < 1e-12
 
 
 class Tiny(nn.Module):
@@ -39,7 +39,7 @@ class Tiny(nn.Module):
         return self.fc3(torch.tanh(self.fc2(torch.tanh(self.fc1(x)))))
 
 
-def tiny_problem():
+def make_tiny_problem():
     """Base, experts, the callable of logits and one batch: two tasks with a frozen head each."""
     torch.manual_seed(0)
     encoder = Tiny().requires_grad_(False)
@@ -50,26 +50,26 @@ def tiny_problem():
         experts[name] = moved | {"fc3.weight": moved["fc2.weight"]}
     heads = draw(2, 6, 3, seed=5)
 
-    def logits(state, batch) -> list[Tensor]:
+    def compute_logits(state, batch) -> list[Tensor]:
         return [
             torch.func.functional_call(encoder, state, x) @ head for x, head in zip(batch, heads, strict=True)
         ]
 
-    return base, experts, logits, draw(2, 16, 4, seed=6)
+    return base, experts, compute_logits, draw(2, 16, 4, seed=6)
 
 
-def entropy_of(state, logits, batch) -> float:
+def compute_entropy(state, logits, batch) -> float:
     probabilities = [out.softmax(dim=1) for out in logits(state, batch)]
     return sum(float(-(p * p.log()).sum(dim=1).mean()) for p in probabilities)
 
 
 @pytest.mark.parametrize("layer_wise", [True, False])
 def test_learning_coefficients_lowers_the_entropy_of_the_merged_model(layer_wise: bool) -> None:
-    base, experts, logits, batch = tiny_problem()
+    base, experts, logits, batch = make_tiny_problem()
     before = {name: value.clone() for name, value in base.items()}
     method, entropies = learn_coefficients(base, experts, logits, [batch] * 100, layer_wise=layer_wise, lr=1e-2)
-    first = entropy_of(merge_state_dicts(base, experts, AdaMerging()), logits, batch)
-    last = entropy_of(merge_state_dicts(base, experts, method), logits, batch)
+    first = compute_entropy(merge_state_dicts(base, experts, AdaMerging()), logits, batch)
+    last = compute_entropy(merge_state_dicts(base, experts, method), logits, batch)
     assert entropies[0] == pytest.approx(first, rel=1e-12)
     assert last < entropies[-1] < 0.9 * first
     assert all(torch.equal(base[n], v) for n, v in before.items())
@@ -84,29 +84,29 @@ def test_learning_coefficients_lowers_the_entropy_of_the_merged_model(layer_wise
 
 def test_the_first_step_moves_each_coefficient_by_lr_against_its_slope() -> None:
     """Adam's first step is lr·sign(gradient); the slope is a finite difference through the merger."""
-    base, experts, logits, batch = tiny_problem()
+    base, experts, logits, batch = make_tiny_problem()
     method, _ = learn_coefficients(base, experts, logits, [batch])
     for expert in experts:
         for tensor in ("fc1.weight", "fc1.bias", "fc2.weight"):
 
-            def entropy(alpha: float, expert=expert, tensor=tensor) -> float:
+            def compute_entropy_at(alpha: float, expert=expert, tensor=tensor) -> float:
                 weights = {e: {tensor: alpha} if e == expert else 0.3 for e in experts}
                 merged = merge_state_dicts(base, experts, AdaMerging(weights=weights))
-                return entropy_of(merged, logits, batch)
+                return compute_entropy(merged, logits, batch)
 
-            slope = entropy(0.3 + 1e-5) - entropy(0.3 - 1e-5)
+            slope = compute_entropy_at(0.3 + 1e-5) - compute_entropy_at(0.3 - 1e-5)
             wanted = 0.3 - math.copysign(1e-3, slope)
             assert method.weights[expert][tensor] == pytest.approx(wanted, abs=1e-6)
 
 
 def test_learned_coefficients_stay_between_zero_and_one() -> None:
-    base, experts, logits, batch = tiny_problem()
+    base, experts, logits, batch = make_tiny_problem()
     method, _ = learn_coefficients(base, experts, logits, [batch] * 4, layer_wise=False, lr=5.0)
     assert set(method.weights.values()) <= {0.0, 1.0}
 
 
 def test_learning_refuses_what_it_cannot_use() -> None:
-    base, experts, logits, batch = tiny_problem()
+    base, experts, logits, batch = make_tiny_problem()
     with pytest.raises(InputError, match="no batch was given"):
         learn_coefficients(base, experts, logits, [])
     with pytest.raises(InputError, match="lr is 0"):

@@ -1,7 +1,7 @@
 """CAT Merging equals the paper's formulas, written out with the layers' inputs themselves."""
 
 import torch
-from merging.conftest import relative_error
+from merging.conftest import measure_error
 
 from mergekit_lab.merging import CAT, merge_state_dicts
 
@@ -34,10 +34,10 @@ def mask(deltas: list[torch.Tensor], score) -> torch.Tensor:
     kept = [delta.clone() for delta in deltas]
     for k in range(len(deltas)):
         conflict = sum(score(k, i) * deltas[i] ** 2 for i in range(len(deltas)) if i != k)
-        for place in conflict.argsort(descending=True)[:C].tolist():
+        for index in conflict.argsort(descending=True)[:C].tolist():
             for i in range(len(deltas)):
-                if i != k and conflict[place] > 0:
-                    kept[i][place] = 0
+                if i != k and conflict[index] > 0:
+                    kept[i][index] = 0
     return sum(kept)
 
 
@@ -73,6 +73,6 @@ def test_equals_the_papers_formulas() -> None:
         "emb.table": sum(d["emb.table"] for d in deltas),
     }
     for name, delta in wanted.items():
-        assert relative_error(merged[name] - base[name], 0.5 * delta) <= 1e-10, name
+        assert measure_error(merged[name] - base[name], 0.5 * delta) <= 1e-10, name
         plain = sum(d[name] for d in deltas)
-        assert name == "emb.table" or relative_error(delta, plain) > 0.1, name
+        assert name == "emb.table" or measure_error(delta, plain) > 0.1, name

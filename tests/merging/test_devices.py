@@ -12,7 +12,7 @@ from mergekit_lab.merging.inputs import open_inputs
 from mergekit_lab.merging.jobs import plan_jobs
 
 
-def models(experts: int = 3) -> tuple[dict, list[dict]]:
+def make_models(experts: int = 3) -> tuple[dict, list[dict]]:
     """Tensors of several sizes, one of them empty, with many equal magnitudes: thresholds fall on ties."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"embed": (40, 50), "empty": (0, 4), "mlp": (30, 20), "norm": (20,), "scale": ()}
@@ -28,7 +28,7 @@ def models(experts: int = 3) -> tuple[dict, list[dict]]:
 def test_a_survey_that_devices_share_finds_what_one_finds(preset: str, dropped: bool, monkeypatch) -> None:
     method = TIES(preset=preset, density=0.3)
     method = DARE(density=0.5, inner=method) if dropped else method
-    base, experts = models()
+    base, experts = make_models()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     seen, count = [], blocks.Reader.divide
     monkeypatch.setattr(blocks.Reader, "divide", lambda self: seen.append(count(self)) or seen[-1])
@@ -41,7 +41,7 @@ def test_a_survey_that_devices_share_finds_what_one_finds(preset: str, dropped: 
 
 
 def test_every_tensor_is_in_one_share_and_none_without_entries_is_a_share() -> None:
-    base, experts = models()
+    base, experts = make_models()
     inputs = open_inputs(base, experts, TIES())
     cpu = torch.device("cpu")
     shares = blocks.Reader(inputs, TIES(), cpu, sharing=(cpu,) * 9).divide()
@@ -51,7 +51,7 @@ def test_every_tensor_is_in_one_share_and_none_without_entries_is_a_share() -> N
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watched(TSVM):
+class WatchedTSVM(TSVM):
     """Factorizes the first stack when all tensors that `early` names have been read, and one at a time."""
 
     early: frozenset[str] = frozenset()
@@ -59,7 +59,7 @@ class Watched(TSVM):
     def merge_matrices(self, deltas, sites) -> Tensor:
         assert working.acquire(blocking=False), "two stacks are factorized at once"
         try:
-            assert all(arrived(name).wait(30) for name in self.early), "nothing is read meanwhile"
+            assert all(get_event(name).wait(30) for name in self.early), "nothing is read meanwhile"
             return super().merge_matrices(deltas, sites)
         finally:
             working.release()
@@ -69,28 +69,28 @@ working = threading.Lock()
 read: dict[str, threading.Event] = {}
 
 
-def arrived(name: str) -> threading.Event:
+def get_event(name: str) -> threading.Event:
     return read.setdefault(name, threading.Event())
 
 
 @pytest.mark.parametrize("room", [1 << 30, 0], ids=["small", "large"])
 def test_matrices_are_read_while_a_device_factorizes_others(room: int, monkeypatch) -> None:
-    base, experts = models()
+    base, experts = make_models()
     expected = merge_state_dicts(base, experts, TSVM())
     read.clear()
     deltas = blocks.Reader.read_deltas
 
-    def telling(self: blocks.Reader, name: str, origin: Tensor) -> Tensor:
-        arrived(name).set()
+    def read_and_tell(self: blocks.Reader, name: str, origin: Tensor) -> Tensor:
+        get_event(name).set()
         assert room or origin.dim() != 2 or not working.locked(), "a large one is read at a bad time"
         return deltas(self, name, origin)
 
-    monkeypatch.setattr(blocks.Reader, "read_deltas", telling)
+    monkeypatch.setattr(blocks.Reader, "read_deltas", read_and_tell)
     monkeypatch.setattr(job_workers, "count_workers", lambda reader: 2)
     monkeypatch.setattr(stream, "STACK_BYTES", room)
-    method = Watched(early=frozenset({"embed", "mlp"} if room else ()))
-    found = merge_state_dicts(base, experts, method)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    method = WatchedTSVM(early=frozenset({"embed", "mlp"} if room else ()))
+    merged = merge_state_dicts(base, experts, method)
+    assert all(torch.equal(merged[name], tensor) for name, tensor in expected.items())
 
 
 def test_an_accelerator_gets_stacks_of_one_shape_the_longest_first_and_the_rest_pooled(monkeypatch) -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from merging.conftest import F64, draw, merge_one, relative_error
-from merging.world import assert_equal, run, world
+from merging.conftest import F64, draw, measure_error, merge_one
+from merging.world import assert_equal, make_world, run
 from torch import Tensor
 
 from mergekit_lab import InputError
@@ -22,7 +22,7 @@ from mergekit_lab.merging.dropping import (
 
 def test_dare_without_dropping_is_its_inner_method() -> None:
     for inner in (TaskArithmetic(coefficient=0.3), TIES(density=0.3), WeightAverage()):
-        assert_equal(run(DARE(density=1.0, inner=inner), *world()), run(inner, *world()))
+        assert_equal(run(DARE(density=1.0, inner=inner), *make_world()), run(inner, *make_world()))
 
 
 def test_dare_is_unbiased_and_drops_the_stated_share() -> None:
@@ -51,12 +51,12 @@ def test_dare_draws_by_expert_tensor_and_seed() -> None:
 def test_the_counter_hash_gives_the_published_splitmix64_sequence() -> None:
     """Reference output of SplitMix64 for seed 1234567 (Rosetta Code's worked values)."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
-    found = draw_uniform([Counters(1234567, 0, 8)], torch.device("cpu"))
+    draws = draw_uniform([Counters(1234567, 0, 8)], torch.device("cpu"))
     halves = [half for output in published for half in (output % 2**32, output >> 32)]
-    assert [int(v * 2**32) for v in found.tolist()] == halves
+    assert [int(v * 2**32) for v in draws.tolist()] == halves
     for start, count in ((2, 3), (3, 5), (0, 1), (7, 1)):
         part = draw_uniform([Counters(1234567, start, count)], torch.device("cpu"))
-        assert torch.equal(part, found[start : start + count])
+        assert torch.equal(part, draws[start : start + count])
 
 
 def test_an_accelerator_draws_the_bits_that_a_cpu_draws() -> None:
@@ -65,7 +65,7 @@ def test_an_accelerator_draws_the_bits_that_a_cpu_draws() -> None:
     drawn = torch.cat([torch.from_numpy(bits.astype("int64")) for _, bits in draw_bits_in_cache(draws)])
     assert torch.equal(drawn, by_torch)
     assert torch.equal(to_uniform(by_torch), draw_uniform(draws, torch.device("cpu")))
-    assert [place for place, _ in draw_bits_in_cache(draws)][-1] == slice(len(drawn) - 1, len(drawn))
+    assert [part for part, _ in draw_bits_in_cache(draws)][-1] == slice(len(drawn) - 1, len(drawn))
 
 
 @pytest.mark.parametrize(
@@ -107,32 +107,32 @@ def test_della_keeps_by_rank_of_magnitude_within_a_row() -> None:
     assert torch.allclose(assign_probabilities(delta, 0.6, 0.1), wanted)
     assert torch.allclose(assign_probabilities(delta[0], 0.6, 0.1), wanted[0])
     kernel = draw(4, 3, 2, 2)
-    found = assign_probabilities(kernel, 0.6, 0.1)
-    assert torch.equal(found, assign_probabilities(kernel.flatten(1), 0.6, 0.1).view_as(kernel))
-    assert torch.allclose(found.flatten(1).mean(dim=1), torch.full((4,), 0.6, dtype=F64))
+    probabilities = assign_probabilities(kernel, 0.6, 0.1)
+    assert torch.equal(probabilities, assign_probabilities(kernel.flatten(1), 0.6, 0.1).view_as(kernel))
+    assert torch.allclose(probabilities.flatten(1).mean(dim=1), torch.full((4,), 0.6, dtype=F64))
     assert float(assign_probabilities(torch.tensor(2.0), 0.6, 0.1)) == 0.6
 
 
 def test_della_without_a_window_is_dare() -> None:
     deltas = draw(3, 50, 40)
     for inner in (TaskArithmetic(coefficient=0.4), TIES(preset="mergekit", density=1.0)):
-        found = merge_one(DELLA(density=0.5, epsilon=0.0, seed=3, inner=inner), deltas)
-        assert relative_error(found, merge_one(DARE(density=0.5, seed=3, inner=inner), deltas)) < 1e-12
+        merged = merge_one(DELLA(density=0.5, epsilon=0.0, seed=3, inner=inner), deltas)
+        assert measure_error(merged, merge_one(DARE(density=0.5, seed=3, inner=inner), deltas)) < 1e-12
 
 
 def test_della_is_unbiased_and_keeps_large_entries_more_often() -> None:
     entries = 200_000
     delta = torch.linspace(1, 2, entries)[None]
-    found = merge_one(DELLA(density=0.5, epsilon=0.4, inner=TaskArithmetic(coefficient=1.0)), delta)
-    small, large = found[: entries // 10], found[-entries // 10 :]
+    merged = merge_one(DELLA(density=0.5, epsilon=0.4, inner=TaskArithmetic(coefficient=1.0)), delta)
+    small, large = merged[: entries // 10], merged[-entries // 10 :]
     assert float((small != 0).float().mean()) == pytest.approx(0.14, abs=0.01)
     assert float((large != 0).float().mean()) == pytest.approx(0.86, abs=0.01)
-    assert float(found.mean()) == pytest.approx(1.5, abs=0.02)
+    assert float(merged.mean()) == pytest.approx(1.5, abs=0.02)
     assert float(small.mean()) == pytest.approx(1.05, abs=0.06)
 
 
 def test_della_with_l1_rescaling_restores_each_tensors_norm() -> None:
     delta = draw(1, 50, 40)
-    found = merge_one(DELLA(rescale="l1", inner=TaskArithmetic(coefficient=1.0)), delta)
-    assert float(found.abs().sum()) == pytest.approx(float(delta.abs().sum()), rel=1e-12)
-    assert 0.6 < float((found != 0).float().mean()) < 0.8
+    merged = merge_one(DELLA(rescale="l1", inner=TaskArithmetic(coefficient=1.0)), delta)
+    assert float(merged.abs().sum()) == pytest.approx(float(delta.abs().sum()), rel=1e-12)
+    assert 0.6 < float((merged != 0).float().mean()) < 0.8

@@ -12,7 +12,7 @@ from mergekit_lab.merging.factorizations import (
 )
 
 
-def ill_conditioned(batch: int, m: int, p: int, smallest: float) -> torch.Tensor:
+def make_ill_conditioned(batch: int, m: int, p: int, smallest: float) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     u = torch.linalg.qr(torch.randn(batch, m, p, dtype=torch.float64, generator=generator)).Q
     v = torch.linalg.qr(torch.randn(batch, p, p, dtype=torch.float64, generator=generator)).Q
@@ -21,27 +21,27 @@ def ill_conditioned(batch: int, m: int, p: int, smallest: float) -> torch.Tensor
 
 @pytest.mark.parametrize("smallest", [0.5, 1e-2, 1e-4, 3e-6])
 def test_the_iteration_gives_the_polar_factor_of_an_ill_conditioned_matrix(smallest: float) -> None:
-    matrices = ill_conditioned(3, 40, 24, smallest)
+    matrices = make_ill_conditioned(3, 40, 24, smallest)
     u, _, vh = torch.linalg.svd(matrices, full_matrices=False)
-    found, regular = orthogonalize_by_iteration(matrices, 1e-7)
+    polar, regular = orthogonalize_by_iteration(matrices, 1e-7)
     assert bool(regular.all())
-    assert float((found - u @ vh).norm() / (u @ vh).norm()) < 1e-9
+    assert float((polar - u @ vh).norm() / (u @ vh).norm()) < 1e-9
     eye = torch.eye(24, dtype=torch.float64)
-    assert float((found.mT @ found - eye).abs().max()) < 1e-12
+    assert float((polar.mT @ polar - eye).abs().max()) < 1e-12
 
 
 def test_the_iteration_says_which_matrices_it_cannot_solve() -> None:
-    matrices = ill_conditioned(3, 20, 10, 1e-3)
+    matrices = make_ill_conditioned(3, 20, 10, 1e-3)
     matrices[1, :, 4] = matrices[1, :, 5]
     matrices[2] = 0
-    found, regular = orthogonalize_by_iteration(matrices, 1e-7)
+    polar, regular = orthogonalize_by_iteration(matrices, 1e-7)
     assert regular.tolist() == [True, False, False]
     u, _, vh = torch.linalg.svd(matrices[0], full_matrices=False)
-    assert float((found[0] - u @ vh).norm()) < 1e-10
+    assert float((polar[0] - u @ vh).norm()) < 1e-10
 
 
 def test_dependent_directions_are_left_out_of_the_polar_factor() -> None:
-    matrices = ill_conditioned(2, 20, 10, 1e-3)
+    matrices = make_ill_conditioned(2, 20, 10, 1e-3)
     matrices[1, :, 4] = matrices[1, :, 5]
     factor, rank = orthogonalize(matrices, torch.float32)
     assert rank.tolist() == [10, 9]
@@ -75,13 +75,13 @@ def test_refinement_takes_single_precision_directions_to_double() -> None:
     start = torch.linalg.eigh(gram.float()).eigenvectors.flip(-1).double()
     wanted = torch.linalg.svd(matrices, full_matrices=False).Vh[:, :48].mT
 
-    def error(found: torch.Tensor) -> float:
-        return float((found @ found.mT - wanted @ wanted.mT).norm())
+    def measure_error(vectors: torch.Tensor) -> float:
+        return float((vectors @ vectors.mT - wanted @ wanted.mT).norm())
 
-    found, solved = refine_eigenvectors(gram, start, 48)
+    vectors, solved = refine_eigenvectors(gram, start, 48)
     assert bool(solved.all())
-    assert error(start[..., :48]) > 1e-6
-    assert error(found[..., :48]) < 1e-10
+    assert measure_error(start[..., :48]) > 1e-6
+    assert measure_error(vectors[..., :48]) < 1e-10
 
 
 def test_refinement_says_where_it_has_no_start_and_where_the_cut_is_within_equal_values() -> None:
@@ -92,6 +92,6 @@ def test_refinement_says_where_it_has_no_start_and_where_the_cut_is_within_equal
     gram = (q * values[:, None]) @ q.mT
     start = q.clone()
     start[2] = 0
-    found, solved = refine_eigenvectors((gram + gram.mT) / 2, start, 6)
+    vectors, solved = refine_eigenvectors((gram + gram.mT) / 2, start, 6)
     assert solved.tolist() == [True, False, False]
-    assert found.shape == (3, 12, 12)
+    assert vectors.shape == (3, 12, 12)

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from merging.conftest import in_dtype, relative_error
+from merging.conftest import measure_error, to_dtype
 
 from mergekit_lab.merging import (
     DARE,
@@ -114,20 +114,22 @@ CASES = [
     ("name", "method", "dtype", "tolerance"), CASES, ids=lambda v: v if isinstance(v, str) else ""
 )
 def test_equals_the_original_implementation(golden, name: str, method: Method, dtype, tolerance: float) -> None:
-    wanted = golden.output(name)
+    wanted = golden.load_output(name)
     names = [n for n in golden.base if n in wanted or not golden.base[n].is_floating_point()]
     if not name.startswith("fisher_mergelm"):
         names = list(golden.base)
-    base, *experts = (in_dtype({n: state[n] for n in names}, dtype) for state in (golden.base, *golden.experts))
-    fishers = [in_dtype({n: f[n] for n in names if n in f}, dtype) for f in golden.fishers]
-    statistics = {kind: {"fisher": fishers, "gram": golden.grams}[kind] for kind in method.side_inputs}
+    base, *experts = (to_dtype({n: state[n] for n in names}, dtype) for state in (golden.base, *golden.experts))
+    fishers = [to_dtype({n: f[n] for n in names if n in f}, dtype) for f in golden.fishers]
+    statistics = {
+        side_input: {"fisher": fishers, "gram": golden.grams}[side_input] for side_input in method.side_inputs
+    }
 
     merged = merge_state_dicts(base, experts, method, statistics=statistics, dtype=F64)
 
     assert wanted.keys() <= merged.keys()
     is_delta = not name.startswith(("average", "task_arithmetic", "fisher", "ties_mergekit", "regmean"))
     errors = {
-        n: relative_error(merged[n] - base[n].double() if is_delta else merged[n], value)
+        n: measure_error(merged[n] - base[n].double() if is_delta else merged[n], value)
         for n, value in wanted.items()
     }
     assert max(errors.values()) <= tolerance, {n: e for n, e in errors.items() if e > tolerance}
@@ -135,7 +137,7 @@ def test_equals_the_original_implementation(golden, name: str, method: Method, d
 
 def test_wudi_leaves_what_the_original_does_not_write_at_the_base(golden) -> None:
     merged = merge_state_dicts(golden.base, golden.experts, WUDI(steps=1))
-    kept = merged.keys() - golden.output("wudi_iter300_f32_T4").keys()
+    kept = merged.keys() - golden.load_output("wudi_iter300_f32_T4").keys()
     assert len(kept) == len(golden.base) - 8
     assert all(torch.equal(merged[n], golden.base[n]) for n in kept)
 
@@ -145,7 +147,7 @@ def test_epimer_reports_the_gain_of_the_original_prototype(golden, name: str) ->
     eta = ETA[name]
     coordinates, rank = name.split("_k")
     notes: dict = {}
-    base, *experts = (in_dtype(state, F64) for state in (golden.base, *golden.experts))
+    base, *experts = (to_dtype(state, F64) for state in (golden.base, *golden.experts))
     method = EPIMER(coordinates=coordinates, rank=None if rank == "auto" else int(rank))
     merge_state_dicts(base, experts, method, fishers=golden.fishers, notes=notes)
     for tensor, value in eta.items():
@@ -183,7 +185,7 @@ def test_ties_corner_cases_equal_the_original_bit_for_bit(golden, variant: str, 
     from dataclasses import replace
 
     densities = {"A": 0.5, "B": 0.5, "C": 0.3, "C20": 0.2}
-    vectors = golden.output("edge_ties")
+    vectors = golden.load_output("edge_ties")
     for case in cases:
         deltas = vectors[f"{case}.input"]
         base = {"w": torch.zeros(deltas.shape[1])}
@@ -205,7 +207,7 @@ def test_ties_corner_cases_equal_the_original_bit_for_bit(golden, variant: str, 
     ],
 )
 def test_dare_with_the_saved_masks_equals_the_original(golden, masks: str, output: str, inner: Method) -> None:
-    keep, wanted = golden.output(masks), golden.output(output)
+    keep, wanted = golden.load_output(masks), golden.load_output(output)
     for name, value in wanted.items():
         deltas = torch.stack(
             [
@@ -217,12 +219,12 @@ def test_dare_with_the_saved_masks_equals_the_original(golden, masks: str, outpu
         )
         site = Site(("0", "1", "2", "3"), torch.tensor(inner.weigh_experts(["0", "1", "2", "3"])))
         delta = inner.merge(name, golden.base[name], deltas, site) * inner.scale
-        found = delta.view_as(value) + (0 if "delta" in output else golden.base[name])
-        assert relative_error(found, value) <= 1e-6, name
+        merged = delta.view_as(value) + (0 if "delta" in output else golden.base[name])
+        assert measure_error(merged, value) <= 1e-6, name
 
 
 def test_dare_with_l1_rescaling_equals_mergekit(golden) -> None:
-    wanted = golden.output("dare_mergekit_d0.1_linear_l1rescale_T4")
+    wanted = golden.load_output("dare_mergekit_d0.1_linear_l1rescale_T4")
     torch.manual_seed(0)
     for name, value in golden.base.items():
         if not value.is_floating_point() or name not in wanted:
@@ -231,7 +233,7 @@ def test_dare_with_l1_rescaling_equals_mergekit(golden) -> None:
         for expert in golden.experts:
             keep = torch.bernoulli(torch.full(value.shape, 0.1))
             total += 0.25 * dropping.drop_and_rescale(expert[name] - value, keep, 0.9, rescale="l1")
-        assert relative_error(value + total, wanted[name]) <= 1e-6, name
+        assert measure_error(value + total, wanted[name]) <= 1e-6, name
 
 
 def test_dare_uses_that_rescaling(golden) -> None:

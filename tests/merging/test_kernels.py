@@ -45,10 +45,10 @@ def test_draws_are_those_of_the_cpu(gpu_kernels: ModuleType, drop: float) -> Non
     keys = [7, -(2**63), 2**63 - 1, 1234567]
     draws = [[Counters(key, 2**40 + 3, 2345)] for key in keys]
     both = torch.tensor([[key, 0] for key in keys])
-    found, expected = torch.empty(2, 4, 2345, dtype=torch.bool)
-    gpu_kernels.draw(found, both[:, 0], 2**40 + 3, math.ceil(drop * 2.0**32), dropping.FACTORS)
+    drawn, expected = torch.empty(2, 4, 2345, dtype=torch.bool)
+    gpu_kernels.draw(drawn, both[:, 0], 2**40 + 3, math.ceil(drop * 2.0**32), dropping.FACTORS)
     draw_mask(draws, expected, drop)
-    assert torch.equal(found, expected)
+    assert torch.equal(drawn, expected)
     uniform = torch.empty(4, 3000, dtype=torch.float64)[:, 5:2350]  # rows that do not follow each other
     gpu_kernels.draw(uniform, both[:, 0], 2**40 + 3, 0, dropping.FACTORS)
     assert torch.equal(uniform, torch.stack([draw_uniform(each, uniform.device) for each in draws]))

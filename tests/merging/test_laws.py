@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from merging.conftest import in_dtype
-from merging.world import assert_close, assert_equal, run, world
+from merging.conftest import to_dtype
+from merging.world import assert_close, assert_equal, make_world, run
 
 from mergekit_lab import InputError
 from mergekit_lab.merging import (
@@ -296,20 +296,20 @@ WITHOUT_WEIGHTS = NEED_TWO_EXPERTS - {"nuslerp", "nuslerp_columns"} | {"sce", "s
 every_method = pytest.mark.parametrize("label", METHODS)
 
 
-def world_of(label: str, **options):
-    return world(experts=EXPERTS.get(label, 3), **options)
+def make_world_for(label: str, **options):
+    return make_world(experts=EXPERTS.get(label, 3), **options)
 
 
 @cache
-def merged_as_it_is(label: str):
+def merge_as_it_is(label: str):
     """What the method makes of the world in float32, which several laws compare with."""
-    return run(METHODS[label], *world_of(label))
+    return run(METHODS[label], *make_world_for(label))
 
 
 @every_method
 def test_the_order_of_experts_does_not_matter(label: str) -> None:
-    base, experts, fishers = world_of(label)
-    forwards = merged_as_it_is(label)
+    base, experts, fishers = make_world_for(label)
+    forwards = merge_as_it_is(label)
     backwards = run(METHODS[label], base, dict(reversed(experts.items())), fishers)
     if label in DEPEND_ON_THE_ORDER_OF_EXPERTS:
         with pytest.raises(AssertionError):
@@ -320,18 +320,18 @@ def test_the_order_of_experts_does_not_matter(label: str) -> None:
 
 @every_method
 def test_the_order_of_tensors_does_not_matter(label: str) -> None:
-    base, experts, fishers = world_of(label)
+    base, experts, fishers = make_world_for(label)
     shuffled = {name: dict(reversed(expert.items())) for name, expert in experts.items()}
     other_base = dict(reversed(base.items()))
-    found = run(METHODS[label], other_base, shuffled, fishers)
-    assert_close({n: found[n] for n in base}, merged_as_it_is(label))
+    merged = run(METHODS[label], other_base, shuffled, fishers)
+    assert_close({n: merged[n] for n in base}, merge_as_it_is(label))
 
 
 @every_method
 def test_the_size_of_blocks_does_not_matter(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    base, experts, fishers = world_of(label)
+    base, experts, fishers = make_world_for(label)
     monkeypatch.setattr(blocks, "CPU_BLOCK", 29)
-    assert_close(run(METHODS[label], base, experts, fishers), merged_as_it_is(label), 1e-7)
+    assert_close(run(METHODS[label], base, experts, fishers), merge_as_it_is(label), 1e-7)
 
 
 @every_method
@@ -339,21 +339,21 @@ def test_dtypes_shapes_buffers_and_order_are_kept_and_inputs_stay_as_they_are(
     label: str,
 ) -> None:
     """In float16, and with a tensor that has no entries; other laws compare tensors of the other dtypes."""
-    base, experts, fishers = world_with_an_empty_tensor(label)
+    base, experts, fishers = make_world_with_an_empty_tensor(label)
     merged = run(METHODS[label], base, experts, fishers)
     assert list(merged) == list(base)
     assert all(merged[n].dtype == base[n].dtype and merged[n].shape == base[n].shape for n in base)
     assert torch.equal(merged["position_ids"], base["position_ids"])
     assert merged["position_ids"].data_ptr() != base["position_ids"].data_ptr()
-    untouched = world_with_an_empty_tensor(label)
+    untouched = make_world_with_an_empty_tensor(label)
     assert_equal(base, untouched[0])
     for name in experts:
         assert_equal(experts[name], untouched[1][name])
         assert_equal(fishers[name], untouched[2][name])
 
 
-def world_with_an_empty_tensor(label: str):
-    base, experts, fishers = world_of(label, dtype=torch.float16)
+def make_world_with_an_empty_tensor(label: str):
+    base, experts, fishers = make_world_for(label, dtype=torch.float16)
     for state in (base, *experts.values(), *fishers.values()):
         state["empty"] = torch.zeros(0, 4, dtype=base["a.bias"].dtype)
     return base, experts, fishers
@@ -361,19 +361,19 @@ def world_with_an_empty_tensor(label: str):
 
 @every_method
 def test_half_precision_is_merged_in_float32(label: str) -> None:
-    base, experts, fishers = world_of(label, dtype=torch.bfloat16)
+    base, experts, fishers = make_world_for(label, dtype=torch.bfloat16)
     exact = run(
         METHODS[label],
-        in_dtype(base, torch.float32),
-        {n: in_dtype(e, torch.float32) for n, e in experts.items()},
+        to_dtype(base, torch.float32),
+        {n: to_dtype(e, torch.float32) for n, e in experts.items()},
         fishers,
     )
-    assert_equal(run(METHODS[label], base, experts, fishers), in_dtype(exact, torch.bfloat16))
+    assert_equal(run(METHODS[label], base, experts, fishers), to_dtype(exact, torch.bfloat16))
 
 
 @every_method
 def test_coefficient_zero_is_the_base_bit_for_bit(label: str) -> None:
-    base, experts, fishers = world_of(label, dtype=torch.bfloat16)
+    base, experts, fishers = make_world_for(label, dtype=torch.bfloat16)
     base["a.bias"][0] = -0.0
     method = METHODS[label]
     if label in NO_COEFFICIENT:
@@ -388,7 +388,7 @@ def test_coefficient_zero_is_the_base_bit_for_bit(label: str) -> None:
 @pytest.mark.parametrize("label", [label for label in METHODS if label not in NO_COEFFICIENT])
 def test_the_result_is_linear_in_the_coefficient(label: str) -> None:
     """One merge serves a whole coefficient search."""
-    base, experts, fishers = world_of(label, dtype=torch.float64)
+    base, experts, fishers = make_world_for(label, dtype=torch.float64)
     once = run(METHODS[label].with_coefficient(1.0), base, experts, fishers)
     twice = run(METHODS[label].with_coefficient(-2.0), base, experts, fishers)
     assert_close(twice, {n: base[n] - 2 * (once[n] - base[n]) for n in base}, 1e-12)
@@ -396,7 +396,7 @@ def test_the_result_is_linear_in_the_coefficient(label: str) -> None:
 
 @every_method
 def test_identical_experts_merge_to_themselves(label: str) -> None:
-    base, experts, fishers = world_of(label)
+    base, experts, fishers = make_world_for(label)
     one = experts["task_0"]
     method = IDENTICAL_EXPERTS.get(label, METHODS[label])
     merged = run(method, base, dict.fromkeys(experts, one), fishers)
@@ -409,7 +409,7 @@ def test_identical_experts_merge_to_themselves(label: str) -> None:
 
 @every_method
 def test_one_expert_at_coefficient_one_is_that_expert(label: str) -> None:
-    base, experts, fishers = world(experts=1)
+    base, experts, fishers = make_world(experts=1)
     method = ONE_EXPERT.get(label, METHODS[label])
     if label in NEED_TWO_EXPERTS:
         with pytest.raises(InputError, match=r"it needs at least two|exactly two experts"):
@@ -433,20 +433,20 @@ def test_what_laws_say_of_methods_is_said_of_methods_that_there_are_and_once() -
 
 
 def test_tied_weights_stay_tied_and_are_merged_once() -> None:
-    base, experts, _ = world()
+    base, experts, _ = make_world()
     base["head.weight"] = base["a.weight"]
     for expert in experts.values():
         expert["head.weight"] = expert["a.weight"].clone()
     merged = merge_state_dicts(base, experts, TIES(density=0.3))
     assert merged["head.weight"] is merged["a.weight"]
-    plain_base, plain_experts, _ = world()
+    plain_base, plain_experts, _ = make_world()
     assert torch.equal(
         merged["a.weight"], merge_state_dicts(plain_base, plain_experts, TIES(density=0.3))["a.weight"]
     )
 
 
 def test_tensors_are_merged_one_by_one_as_the_iterator_advances() -> None:
-    base, experts, _ = world()
+    base, experts, _ = make_world()
     whole = merge_state_dicts(base, experts, WeightAverage())
     iterator = merge_tensors(base, experts, WeightAverage())
     name, first = next(iterator)
@@ -467,7 +467,7 @@ def with_weights(method: Method, weights) -> Method:
 @every_method
 def test_weights_may_differ_by_tensor(label: str) -> None:
     """A tensor with its own weights is merged as in a merge where all tensors have them."""
-    base, experts, fishers = world_of(label, dtype=torch.float64)
+    base, experts, fishers = make_world_for(label, dtype=torch.float64)
     if label in WITHOUT_WEIGHTS:
         with pytest.raises(InputError, match="weights is"):
             with_weights(METHODS[label], [1.0] * len(experts))
@@ -489,7 +489,7 @@ ONLY_MATRICES = {"wudi", "doge"}
 @pytest.mark.parametrize("label", [label for label in METHODS if METHODS[label].pools])
 def test_pooling_small_tensors_changes_nothing(label: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device several tensors share a block; here the CPU is treated as one."""
-    base, experts, fishers = world_of(label)
+    base, experts, fishers = make_world_for(label)
     plain = run(METHODS[label], base, experts, fishers, dtype=torch.float64)
     monkeypatch.setattr(blocks.Reader, "pools", property(lambda self: self.method.pools))
     monkeypatch.setattr(job_workers, "plan_jobs", lambda reader: [list(reader.inputs.merged)])

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from merging.conftest import F64, draw, merge_one, relative_error
-from merging.world import assert_close, assert_equal, run, world
+from merging.conftest import F64, draw, measure_error, merge_one
+from merging.world import assert_close, assert_equal, make_world, run
 
 from mergekit_lab import InputError
 from mergekit_lab.merging import (
@@ -33,13 +33,13 @@ ONE = TaskArithmetic(coefficient=1.0)
 
 
 def test_task_arithmetic_takes_a_list_of_coefficients_and_forgets_with_a_negative_one() -> None:
-    base, experts, fishers = world()
+    base, experts, fishers = make_world()
     merged = run(TaskArithmetic(coefficient=[0.5, -1.0, 0.0]), base, experts, fishers)
     a, b, _ = experts.values()
     wanted = {n: v + 0.5 * (a[n] - v) - (b[n] - v) if v.is_floating_point() else v for n, v in base.items()}
     assert_close(merged, wanted)
     same = run(
-        TaskArithmetic(coefficient=1.0, weights={"task_0": 0.5, "task_1": -1.0, "task_2": 0.0}), *world()
+        TaskArithmetic(coefficient=1.0, weights={"task_0": 0.5, "task_1": -1.0, "task_2": 0.0}), *make_world()
     )
     assert_equal(merged, same)
 
@@ -58,7 +58,7 @@ def test_ties_at_density_one_trims_nothing(preset: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_whole_model_trimming_is_exact_against_a_sort_of_all_entries(dtype: torch.dtype) -> None:
-    base, experts, fishers = world(dtype=dtype)
+    base, experts, fishers = make_world(dtype=dtype)
     merged = run(
         TIES(density=0.13, preset="sum", coefficient=1.0), base, {"task_0": experts["task_0"]}, fishers
     )
@@ -67,8 +67,8 @@ def test_whole_model_trimming_is_exact_against_a_sort_of_all_entries(dtype: torc
     kept = int(0.13 * len(delta)) + 1
     threshold = delta.abs().sort(descending=True).values[kept - 1]
     wanted = torch.where(delta.abs() >= threshold, delta, 0)
-    found = torch.cat([(merged[n] - base[n]).flatten() for n in names])
-    assert torch.equal(found != 0, wanted != 0)
+    trimmed = torch.cat([(merged[n] - base[n]).flatten() for n in names])
+    assert torch.equal(trimmed != 0, wanted != 0)
 
 
 def test_consensus_keeps_what_enough_experts_use() -> None:
@@ -77,8 +77,8 @@ def test_consensus_keeps_what_enough_experts_use() -> None:
     masks = torch.tensor([[0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1]])
     total = deltas.sum(dim=0)
     for k in range(4):
-        found = merge_one(ConsensusTA(k=k, tall=0.5, coefficient=1.0), deltas)
-        assert relative_error(found, total * (masks.sum(dim=0) >= k)) < 1e-12, k
+        merged = merge_one(ConsensusTA(k=k, tall=0.5, coefficient=1.0), deltas)
+        assert measure_error(merged, total * (masks.sum(dim=0) >= k)) < 1e-12, k
     by_expert = merge_one(ConsensusTA(k=1, tall=[0.5, 9.0, 9.0], coefficient=1.0), deltas)
     assert torch.equal(by_expert != 0, torch.tensor([False, True, True, True]))
 
@@ -93,21 +93,21 @@ def test_consensus_refuses_more_agreement_than_experts_and_thresholds_of_others(
 def test_slerp_goes_from_the_first_expert_to_the_second_along_the_arc() -> None:
     base, deltas = draw(3, 4), draw(2, 3, 4, seed=1)
     for t, expert in ((0.0, 0), (1.0, 1)):
-        assert relative_error(merge_one(SLERP(t=t), deltas, base), deltas[expert]) < 1e-12
+        assert measure_error(merge_one(SLERP(t=t), deltas, base), deltas[expert]) < 1e-12
     a, b = torch.tensor([[3.0, 0.0], [0.0, 3.0]], dtype=F64)
     point = torch.tensor([3 * math.cos(math.pi / 6), 1.5], dtype=F64)
-    assert relative_error(merge_one(SLERP(t=1 / 3), torch.stack([a, b])), point) < 1e-12
+    assert measure_error(merge_one(SLERP(t=1 / 3), torch.stack([a, b])), point) < 1e-12
     start = draw(2)
-    assert relative_error(merge_one(SLERP(t=1 / 3), torch.stack([a, b]) - start, start) + start, point) < 1e-12
+    assert measure_error(merge_one(SLERP(t=1 / 3), torch.stack([a, b]) - start, start) + start, point) < 1e-12
     backwards = merge_one(SLERP(t=2 / 3), torch.stack([b, a]))
-    assert relative_error(backwards, point) < 1e-12
+    assert measure_error(backwards, point) < 1e-12
 
 
 def test_slerp_is_linear_between_parallel_and_opposite_tensors() -> None:
     a = draw(5)
-    assert relative_error(merge_one(SLERP(t=0.25), torch.stack([a, 3 * a])), 1.5 * a) < 1e-12
-    assert relative_error(merge_one(SLERP(t=0.25), torch.stack([a, -a])), 0.5 * a) < 1e-12
-    assert relative_error(merge_one(SLERP(t=0.25), torch.stack([0 * a, a])), math.sin(math.pi / 8) * a) < 1e-12
+    assert measure_error(merge_one(SLERP(t=0.25), torch.stack([a, 3 * a])), 1.5 * a) < 1e-12
+    assert measure_error(merge_one(SLERP(t=0.25), torch.stack([a, -a])), 0.5 * a) < 1e-12
+    assert measure_error(merge_one(SLERP(t=0.25), torch.stack([0 * a, a])), math.sin(math.pi / 8) * a) < 1e-12
     assert torch.equal(merge_one(SLERP(), torch.zeros(2, 3)), torch.zeros(3))
 
 
@@ -118,8 +118,8 @@ def test_model_stock_moves_to_the_mean_by_the_angle() -> None:
         cosine = math.cos(angle)
         wanted = 2 * cosine / (1 + cosine) * (a + b) / 2
         for scale in (1.0, 1e-6):
-            found = merge_one(ModelStock(), scale * torch.stack([a, b]))
-            assert float((found / scale - wanted).norm()) < 1e-12
+            merged = merge_one(ModelStock(), scale * torch.stack([a, b]))
+            assert float((merged / scale - wanted).norm()) < 1e-12
     assert torch.equal(merge_one(ModelStock(), torch.stack([a, -a])), torch.zeros(2, dtype=F64))
     assert torch.equal(merge_one(ModelStock(), torch.zeros(2, 3)), torch.zeros(3))
 
@@ -127,8 +127,8 @@ def test_model_stock_moves_to_the_mean_by_the_angle() -> None:
 def test_model_stock_takes_an_angle_for_each_row_if_asked() -> None:
     deltas = draw(3, 4, 5)
     rows = torch.stack([merge_one(ModelStock(), deltas[:, i]) for i in range(4)])
-    assert relative_error(merge_one(ModelStock(filter_wise=True), deltas), rows) < 1e-12
-    assert relative_error(merge_one(ModelStock(), deltas), rows) > 1e-2
+    assert measure_error(merge_one(ModelStock(filter_wise=True), deltas), rows) < 1e-12
+    assert measure_error(merge_one(ModelStock(), deltas), rows) > 1e-2
     vector = deltas[:, 0]
     assert torch.equal(merge_one(ModelStock(filter_wise=True), vector), merge_one(ModelStock(), vector))
 
@@ -156,13 +156,13 @@ def test_weights_scale_the_experts_before_they_are_merged(method: Method) -> Non
         with_weights = replace(method, weights=factors)
     options = {"statistics": {"gram": [{}] * 3}} if method.side_inputs else {}
     assert (
-        relative_error(merge_one(with_weights, deltas, **options), merge_one(method, scaled, **options)) < 1e-9
+        measure_error(merge_one(with_weights, deltas, **options), merge_one(method, scaled, **options)) < 1e-9
     )
 
 
 def test_an_average_of_two_is_slerp_half_way_between_tensors_of_one_direction() -> None:
     base, deltas = 100 + draw(4, 5), 0.01 * draw(2, 4, 5, seed=1)
-    assert relative_error(merge_one(SLERP(), deltas, base), merge_one(WeightAverage(), deltas, base)) < 1e-9
+    assert measure_error(merge_one(SLERP(), deltas, base), merge_one(WeightAverage(), deltas, base)) < 1e-9
 
 
 def test_fisher_refuses_what_it_cannot_normalize_and_what_overflows() -> None:
@@ -170,8 +170,8 @@ def test_fisher_refuses_what_it_cannot_normalize_and_what_overflows() -> None:
     nothing, small, large = ({"w": torch.full((3,), value)} for value in (0.0, 1e-30, 3e38))
     with pytest.raises(InputError, match=r"fisher of 1 is 0 everywhere"):
         merge_one(Fisher(normalize="norm"), deltas, fishers=[large, nothing])
-    found = merge_one(Fisher(normalize="norm", floor=0.0), deltas, fishers=[small, large])
-    assert relative_error(found, deltas.mean(dim=0)) < 1e-6
+    merged = merge_one(Fisher(normalize="norm", floor=0.0), deltas, fishers=[small, large])
+    assert measure_error(merged, deltas.mean(dim=0)) < 1e-6
     with pytest.raises(InputError, match=r"merging w overflows torch.float32"):
         merge_one(Fisher(), deltas, fishers=[large, large])
 
@@ -194,10 +194,10 @@ def test_lines_takes_the_norm_of_what_is_merged_into_account() -> None:
     ties = TIES(density=0.2)
     merged = merge_one(ties, deltas)
     factor = float(deltas.sum(dim=0).abs().sum() / merged.abs().sum()) / 3
-    assert relative_error(merge_one(LiNeS(inner=ties), deltas), factor * merged) < 1e-12
+    assert measure_error(merge_one(LiNeS(inner=ties), deltas), factor * merged) < 1e-12
     with pytest.raises(InputError, match="give first"):
         merge_one(LiNeS(inner=ConsensusTA()), deltas)
-    assert relative_error(merge_one(LiNeS(inner=ONE), deltas), deltas.mean(dim=0)) < 1e-12
+    assert measure_error(merge_one(LiNeS(inner=ONE), deltas), deltas.mean(dim=0)) < 1e-12
 
 
 def test_ram_counts_own_and_shared_entries_over_the_model_or_a_tensor() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from curvature.chain import Chain
-from merging.conftest import relative_error
+from merging.conftest import measure_error
 
 from mergekit_lab import InputError
 from mergekit_lab.curvature import first_moment
@@ -19,7 +19,7 @@ class Pooled(Chain):
 
 @pytest.fixture(scope="module")
 def stored(golden):
-    return golden.output("localize_stitch")
+    return golden.load_output("localize_stitch")
 
 
 def part(stored, prefix: str) -> dict[str, torch.Tensor]:
@@ -31,7 +31,7 @@ def test_masks_by_magnitude_equal_the_original(stored) -> None:
     experts = [part(stored, f"expert.{t}.") for t in range(3)]
     merged = merge_state_dicts(part(stored, "base."), experts, LocalizeStitch(density=81.5 / 412))
     for name, value in part(stored, "dataless.merged.").items():
-        assert relative_error(merged[name], value) <= 1e-12, name
+        assert measure_error(merged[name], value) <= 1e-12, name
 
 
 def test_trained_masks_equal_the_original(stored) -> None:
@@ -43,19 +43,19 @@ def test_trained_masks_equal_the_original(stored) -> None:
             zip(part(stored, f"images.{t}.").values(), part(stored, f"labels.{t}.").values(), strict=True)
         )
 
-        def gradient(state, batches=batches):
+        def compute_gradient(state, batches=batches):
             model.load_state_dict(state)
             each = [first_moment(model, [batch], beta=0.0) for batch in batches]
             return {name: sum(g[name] for g in each) for name in each[0]}
 
-        masks[t] = learn_masks(base, expert, gradient, LEARN)
+        masks[t] = learn_masks(base, expert, compute_gradient, LEARN)
         started = part(stored, f"dataless.mask.{t}.")
         for name, wanted in part(stored, f"learned.mask.{t}.").items():
             assert torch.equal(masks[t][name].bool(), wanted), name
         assert any(not torch.equal(masks[t][name].bool(), value) for name, value in started.items())
     merged = merge_state_dicts(base, experts, LocalizeStitch(learn=LEARN), statistics={"mask": masks})
     for name, value in part(stored, "learned.merged.").items():
-        assert relative_error(merged[name], value) <= 1e-12, name
+        assert measure_error(merged[name], value) <= 1e-12, name
 
 
 def test_what_cannot_be_is_refused(stored) -> None:

@@ -70,44 +70,46 @@ OWN = {
 
 
 @cache
-def classes() -> dict[str, type[Method]]:
+def list_classes() -> dict[str, type[Method]]:
     """The methods that the package's files define."""
-    found: dict[str, type[Method]] = {}
+    methods: dict[str, type[Method]] = {}
     for module in pkgutil.iter_modules(merging.__path__):
         if module.name == "gpu_kernels":  # needs Triton
             continue
         values = vars(importlib.import_module(f"mergekit_lab.merging.{module.name}")).values()
-        found |= {v.__name__: v for v in values if isinstance(v, type) and issubclass(v, Method)}
-    return {name: cls for name, cls in found.items() if name not in BASES}
+        methods |= {v.__name__: v for v in values if isinstance(v, type) and issubclass(v, Method)}
+    return {name: cls for name, cls in methods.items() if name not in BASES}
 
 
 @cache
-def configurations() -> dict[str, tuple[str, dict[str, Any]]]:
+def read_configurations() -> dict[str, tuple[str, dict[str, Any]]]:
     """Of each class, the file's name and its plain content."""
-    found = {}
+    contents = {}
     for file in sorted((find_conf_dir() / "merger").glob("*.yaml")):
         content: Any = OmegaConf.to_container(OmegaConf.load(file))
-        found[content.pop("_target_").removeprefix("mergekit_lab.merging.")] = (file.stem, content)
-    return found
+        contents[content.pop("_target_").removeprefix("mergekit_lab.merging.")] = (file.stem, content)
+    return contents
 
 
-every_merger = pytest.mark.parametrize("name", sorted(classes()))
+every_merger = pytest.mark.parametrize("name", sorted(list_classes()))
 
 
 def test_every_file_of_a_merger_is_of_one_that_there_is() -> None:
-    assert set(configurations()) == set(classes())
+    assert set(read_configurations()) == set(list_classes())
     rows = re.findall(r"^\| `([A-Z]\w+)` \| `", DOCS, flags=re.MULTILINE)
-    assert sorted(rows) == sorted(classes())
+    assert sorted(rows) == sorted(list_classes())
 
 
 def test_every_merger_is_public() -> None:
-    assert {name: getattr(merging, name) for name in merging.__all__ if name in classes()} == classes()
+    assert {
+        name: getattr(merging, name) for name in merging.__all__ if name in list_classes()
+    } == list_classes()
 
 
 @every_merger
 def test_a_merger_has_a_configuration_with_every_field_at_its_default(name: str) -> None:
-    _, content = configurations()[name]
-    options = {field.name: field for field in fields(classes()[name])}
+    _, content = read_configurations()[name]
+    options = {field.name: field for field in fields(list_classes()[name])}
     assert content.keys() == options.keys()
     for key, value in content.items():
         default = options[key].default
@@ -118,12 +120,12 @@ def test_a_merger_has_a_configuration_with_every_field_at_its_default(name: str)
 
 
 def test_every_merger_has_a_row_in_the_documentation() -> None:
-    rows = {f"| `{name}` | `{file}` |" for name, (file, _) in configurations().items()}
+    rows = {f"| `{name}` | `{file}` |" for name, (file, _) in read_configurations().items()}
     assert {row for row in rows if row not in DOCS} == set()
 
 
 def test_every_merger_is_under_the_laws() -> None:
-    assert classes().keys() - {type(method).__name__ for method in METHODS.values()} == set()
+    assert list_classes().keys() - {type(method).__name__ for method in METHODS.values()} == set()
 
 
 @every_merger
@@ -142,4 +144,4 @@ def test_every_merger_has_a_row_in_the_benchmarks_of_time_and_memory() -> None:
     assert spec.loader is not None
     bench = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(bench)
-    assert {type(method).__name__ for method in bench.methods().values()} == set(classes())
+    assert {type(method).__name__ for method in bench.methods().values()} == set(list_classes())

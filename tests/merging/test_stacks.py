@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from merging.conftest import draw, relative_error
+from merging.conftest import draw, measure_error
 from torch import Tensor
 
 from mergekit_lab import InputError
@@ -69,13 +69,13 @@ def split_model(seed: int) -> dict[str, Tensor]:
 def stack_model(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same, as transformers 5 has it in memory."""
 
-    def each(name: str) -> list[Tensor]:
+    def list_members(name: str) -> list[Tensor]:
         return [state[f"{PREFIX}.{e}.{name}.weight"] for e in range(EXPERTS)]
 
-    pairs = zip(each("gate_proj"), each("up_proj"), strict=True)
+    pairs = zip(list_members("gate_proj"), list_members("up_proj"), strict=True)
     stacked = {
         "gate_up_proj": torch.stack([torch.cat(pair) for pair in pairs]),
-        "down_proj": torch.stack(each("down_proj")),
+        "down_proj": torch.stack(list_members("down_proj")),
     }
     others = {name: value for name, value in state.items() if not name.startswith(PREFIX)}
     return others | {f"{PREFIX}.{name}": value for name, value in stacked.items()}
@@ -88,24 +88,25 @@ def test_both_layouts_of_a_mixture_merge_to_the_same(method: Method, dtype: torc
     base, *experts = ({n: v.to(dtype) for n, v in split_model(seed).items()} for seed in range(3))
     fishers = [{n: v.square() for n, v in split_model(seed).items()} for seed in (5, 6)]
     grams = [{n.removesuffix(".weight"): v.mT @ v for n, v in split_model(seed).items()} for seed in (7, 8)]
-    split = {kind: {"fisher": fishers, "gram": grams}[kind] for kind in method.side_inputs}
+    split = {side_input: {"fisher": fishers, "gram": grams}[side_input] for side_input in method.side_inputs}
     stacked = {
-        kind: {"fisher": [stack_model(f) for f in fishers], "gram": grams}[kind] for kind in method.side_inputs
+        side_input: {"fisher": [stack_model(f) for f in fishers], "gram": grams}[side_input]
+        for side_input in method.side_inputs
     }
     notes: dict = {}
     stacked_notes: dict = {}
     wanted = merge_state_dicts(base, experts, method, statistics=split, notes=notes)
-    found = merge_state_dicts(
+    merged = merge_state_dicts(
         stack_model(base), [stack_model(e) for e in experts], method, statistics=stacked, notes=stacked_notes
     )
     summed = getattr(method, "normalize", "none") != "none"
     for name, value in stack_model(wanted).items():
-        assert relative_error(found[name], value) < 1e-12 if summed else torch.equal(found[name], value), name
+        assert measure_error(merged[name], value) < 1e-12 if summed else torch.equal(merged[name], value), name
     assert stacked_notes.keys() == notes.keys()
     assert summed or stacked_notes == notes
     down = f"{PREFIX}.down_proj"
     mean = stack_model(merge_state_dicts(base, experts, TaskArithmetic(coefficient=0.5)))[down]
-    assert relative_error(found[down], mean) > 1e-3
+    assert measure_error(merged[down], mean) > 1e-3
 
 
 @pytest.mark.parametrize("method", [Fisher(), DARE(density=0.5), TaskArithmetic()], ids=repr)
@@ -117,8 +118,8 @@ def test_entry_by_entry_the_layout_does_not_matter(method: Method) -> None:
         {"fisher": f} if method.side_inputs else {} for f in (fishers, [stack_model(f) for f in fishers])
     )
     wanted = stack_model(merge_state_dicts(base, experts, method, statistics=split))
-    found = merge_state_dicts(stack_model(base), [stack_model(e) for e in experts], method, statistics=stacked)
-    same = [torch.equal(found[name], value) for name, value in wanted.items()]
+    merged = merge_state_dicts(stack_model(base), [stack_model(e) for e in experts], method, statistics=stacked)
+    same = [torch.equal(merged[name], value) for name, value in wanted.items()]
     assert all(same) != isinstance(method, DARE)
 
 
@@ -128,18 +129,18 @@ def test_an_accelerator_factorizes_some_members_at_a_time(monkeypatch: pytest.Mo
     wanted = merge_state_dicts(base, experts, TSVM())
     for room in (1, 2, 3):
         monkeypatch.setattr(stream, "count_members", lambda reader, name, room=room: room)
-        found = merge_state_dicts(base, experts, TSVM())
-        assert all(relative_error(found[name], value) < 1e-12 for name, value in wanted.items())
+        merged = merge_state_dicts(base, experts, TSVM())
+        assert all(measure_error(merged[name], value) < 1e-12 for name, value in wanted.items())
 
 
 def test_members_are_weighed_as_their_stack_is() -> None:
     base, *experts = (stack_model(split_model(seed)) for seed in range(3))
     patterns = [{"*.down_proj": 0.5}, 1.0]
-    found = merge_state_dicts(base, experts, TSVM(weights=patterns))
+    merged = merge_state_dicts(base, experts, TSVM(weights=patterns))
     plain = merge_state_dicts(base, experts, TSVM())
     halved = merge_state_dicts(base, experts, TSVM(weights=[0.5, 1.0]))
-    assert torch.equal(found[f"{PREFIX}.down_proj"], halved[f"{PREFIX}.down_proj"])
-    assert torch.equal(found[f"{PREFIX}.gate_up_proj"], plain[f"{PREFIX}.gate_up_proj"])
+    assert torch.equal(merged[f"{PREFIX}.down_proj"], halved[f"{PREFIX}.down_proj"])
+    assert torch.equal(merged[f"{PREFIX}.gate_up_proj"], plain[f"{PREFIX}.gate_up_proj"])
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,7 @@ def test_members_are_weighed_as_their_stack_is() -> None:
 def test_stacks_of_transposed_matrices_merge_as_upright_ones(method: Method) -> None:
     """`[E, in, out]` and their biases, as gpt-oss has them; the fused projection is one matrix there."""
 
-    def model(seed: int, transposed: bool) -> dict[str, Tensor]:
+    def make_model(seed: int, transposed: bool) -> dict[str, Tensor]:
         up, down = draw(EXPERTS, 2 * INNER, OUTER, seed=seed), draw(EXPERTS, OUTER, INNER, seed=seed + 9)
         state = {"gate_up_proj": up.mT.contiguous(), "down_proj": down.mT.contiguous()}
         if not transposed:
@@ -170,19 +171,19 @@ def test_stacks_of_transposed_matrices_merge_as_upright_ones(method: Method) -> 
         for s in (1, 2)
     ]
     statistics = {"gram": grams} if method.side_inputs else {}
-    found, wanted = (
+    merged, wanted = (
         merge_state_dicts(base, experts, method, statistics=statistics)
-        for base, *experts in ([model(seed, layout) for seed in range(3)] for layout in (True, False))
+        for base, *experts in ([make_model(seed, layout) for seed in range(3)] for layout in (True, False))
     )
     for name, value in wanted.items():
         parts = name.removeprefix(f"{PREFIX}.").split(".")
-        other = found[f"{PREFIX}.{parts[1]}"][int(parts[0])].mT if parts[0].isdigit() else found[name]
-        assert relative_error(other, value) < 1e-12, name
-    base, *experts = (model(seed, True) for seed in range(3))
+        other = merged[f"{PREFIX}.{parts[1]}"][int(parts[0])].mT if parts[0].isdigit() else merged[name]
+        assert measure_error(other, value) < 1e-12, name
+    base, *experts = (make_model(seed, True) for seed in range(3))
     mean = merge_state_dicts(base, experts, TaskArithmetic(coefficient=0.5))
     bias = f"{PREFIX}.down_proj_bias"
     kept = isinstance(method, WUDI | DOGE)
-    assert relative_error(found[bias], base[bias] if kept else mean[bias]) < 1e-12
+    assert measure_error(merged[bias], base[bias] if kept else mean[bias]) < 1e-12
 
 
 def test_stacks_are_known_by_name_and_shape() -> None:
@@ -227,8 +228,8 @@ def test_layouts_of_other_projections_are_told_by_what_they_give_and_take() -> N
     assert [(s.shape, s.transposed) for s in aria.values()] == [((8, 12), True), ((6, 8), True)]
     dbrx = {f"ffn.experts.mlp.{name}": (12, 8) for name in ("w1", "v1", "w2")}
     assert find_stacks(dbrx) == {}
-    found = find_stacks(dbrx | {"ffn.router.layer.weight": (2, 8)})
-    assert [(s.members[1], s.shape, s.transposed) for s in found.values()] == [
+    stacks = find_stacks(dbrx | {"ffn.router.layer.weight": (2, 8)})
+    assert [(s.members[1], s.shape, s.transposed) for s in stacks.values()] == [
         (f"ffn.experts.1.{name}.weight", (6, 8), name == "w2") for name in ("w1", "w3", "w2")
     ]
 
@@ -241,7 +242,7 @@ def test_a_layout_is_known_where_its_other_half_is_not_merged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "said"),
+    ("method", "phrases"),
     [
         (TSVM(), ["1 matrices, and of 2 stacks 9 of a mixture's experts", "1 other tensors: the mean"]),
         (WUDI(), ["1 matrices, and of 2 stacks 9 of a mixture's experts", "1 other tensors: the base"]),
@@ -251,11 +252,11 @@ def test_a_layout_is_known_where_its_other_half_is_not_merged() -> None:
     ],
     ids=repr,
 )
-def test_what_becomes_of_stacks_and_of_what_is_no_matrix_is_said(method: Method, said: list[str]) -> None:
+def test_what_becomes_of_stacks_and_of_what_is_no_matrix_is_said(method: Method, phrases: list[str]) -> None:
     state = stack_model(split_model(0)) | {"conv.weight": draw(4, 3, 2, 2)}
     lines = explain_shapes(method, {name: tuple(value.shape) for name, value in state.items()})
-    assert len(lines) == len(said)
-    assert all(part in line for part, line in zip(said, lines, strict=True))
+    assert len(lines) == len(phrases)
+    assert all(part in line for part, line in zip(phrases, lines, strict=True))
     assert explain_shapes(TaskArithmetic(), {"w": (3, 4)}) == []
 
 

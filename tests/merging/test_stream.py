@@ -10,7 +10,7 @@ from mergekit_lab import InputError
 from mergekit_lab.merging import TIES, TSVM, TaskArithmetic, WeightAverage, merge_state_dicts
 
 
-def models() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+def make_models() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     """A base, and experts that saw 3 and 4 batches."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
@@ -27,7 +27,7 @@ def models() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     "options", [{}, {"exclude": ["1.*"]}, {"include": ["0.*"]}, {"buffers": "base"}], ids=repr
 )
 def test_counters_are_the_bases_and_statistics_as_asked_for(options: dict) -> None:
-    base, experts = models()
+    base, experts = make_models()
     merged = merge_state_dicts(base, experts, WeightAverage(), **options)
     assert merged["1.num_batches_tracked"] == 0
     kept = bool(options)
@@ -41,7 +41,7 @@ def test_counters_are_the_bases_and_statistics_as_asked_for(options: dict) -> No
     "method", [TaskArithmetic(coefficient=3.0), TIES(coefficient=9.0), TSVM(coefficient=9.0)], ids=repr
 )
 def test_a_variance_does_not_become_negative(method) -> None:
-    base, experts = models()
+    base, experts = make_models()
     for expert in experts:
         expert["1.running_var"] = torch.tensor([0.5, 0.25, 1.0, 0.75])
     notes: dict = {}
@@ -55,7 +55,7 @@ def test_a_variance_does_not_become_negative(method) -> None:
 @pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.int64, torch.float32), (torch.int64, None)])
 def test_counters_are_the_bases_in_any_dtype_and_where_experts_have_none(dtypes) -> None:
     """Whole state dicts are cast; old ones have no counters."""
-    base, experts = models()
+    base, experts = make_models()
     counter = "1.num_batches_tracked"
     for state, dtype in zip((base, *experts), (dtypes[0], dtypes[1], dtypes[1]), strict=True):
         value = state.pop(counter)
@@ -66,11 +66,11 @@ def test_counters_are_the_bases_in_any_dtype_and_where_experts_have_none(dtypes)
 
 
 def test_other_buffers_that_differ_and_unknown_wishes_are_refused() -> None:
-    base, experts = models()
+    base, experts = make_models()
     base["ids"], *others = (torch.arange(3) + shift for shift in (0, 0, 1))
     for expert, value in zip(experts, others, strict=True):
         expert["ids"] = value
     with pytest.raises(InputError, match=r"than the base \(ids\)"):
         merge_state_dicts(base, experts, WeightAverage())
     with pytest.raises(InputError, match=r"buffers is 'bases'.*'base'"):
-        merge_state_dicts(*models(), WeightAverage(), buffers="bases")
+        merge_state_dicts(*make_models(), WeightAverage(), buffers="bases")

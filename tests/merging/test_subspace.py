@@ -5,11 +5,11 @@ Cores merged by TIES depend on the adapters' own factors, so of dense experts th
 
 import pytest
 import torch
-from merging.conftest import relative_error
-from merging.world import run, world
+from merging.conftest import measure_error
+from merging.world import make_world, run
 
 from mergekit_lab import InputError, open_checkpoint
-from mergekit_lab.checkpoints import LowRankChange, write_adapter
+from mergekit_lab.checkpoints.adapter_writing import LowRankChange, write_adapter
 from mergekit_lab.merging import (
     DARE,
     TIES,
@@ -39,7 +39,7 @@ CASES: dict[str, Method] = {
 @pytest.fixture(scope="module")
 def adapters(golden, tmp_path_factory):
     """A base, four experts as adapters and dense, and the authors' results."""
-    stored = golden.output("subspaces_T4")
+    stored = golden.load_output("subspaces_T4")
     changes = [{n: LowRankChange(stored[f"{t}.{n}.b"], stored[f"{t}.{n}.a"]) for n in NAMES} for t in range(4)]
     base = {n: torch.zeros_like(c.b @ c.a) for n, c in changes[0].items()} | {"norm.weight": torch.ones(5)}
     opened = open_checkpoint(base, "base")
@@ -61,7 +61,7 @@ def test_equals_the_original_implementation(adapters, label: str) -> None:
     for way in ways:
         merged = merge_state_dicts(base, method=CASES[label], **way)
         for name in NAMES:
-            assert relative_error(merged[name], stored[f"{label}.{name}"]) <= 1e-6, name
+            assert measure_error(merged[name], stored[f"{label}.{name}"]) <= 1e-6, name
         assert torch.equal(merged["norm.weight"], base["norm.weight"])
 
 
@@ -71,7 +71,7 @@ def test_adapters_become_an_adapter_that_adds_the_merge(adapters, label: str) ->
     base, experts, _, stored = adapters
     merge = AdapterMerge(base, experts, CASES[label])
     for name, change in merge.read_changes():
-        assert relative_error(change.b @ change.a, stored[f"{label}.{name}"]) <= 1e-6, name
+        assert measure_error(change.b @ change.a, stored[f"{label}.{name}"]) <= 1e-6, name
     assert merge.exact
     assert not merge.left_out
     assert set(merge.ranks) == set(NAMES)
@@ -80,12 +80,12 @@ def test_adapters_become_an_adapter_that_adds_the_merge(adapters, label: str) ->
 
 @pytest.mark.parametrize("method", [KnOTS, CoreSpace])
 def test_a_linear_inner_method_merges_the_same_in_any_basis(method: type[Method]) -> None:
-    base, experts, fishers = world()
+    base, experts, fishers = make_world()
     plain = run(TaskArithmetic(weights=[0.3, 0.5, -1.0]), base, experts, fishers, dtype=torch.float64)
     inner = TaskArithmetic(weights=[0.3, 0.5, -1.0])
-    found = run(method(inner=inner, **LEFT_OUT.get(method, {})), base, experts, fishers, dtype=torch.float64)
+    merged = run(method(inner=inner, **LEFT_OUT.get(method, {})), base, experts, fishers, dtype=torch.float64)
     for name in base:
-        assert relative_error(found[name], plain[name]) <= 1e-6, name
+        assert measure_error(merged[name], plain[name]) <= 1e-6, name
 
 
 LEFT_OUT = {KnOTS: {"tolerance": 0.0}}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from merging.conftest import F64, draw, merge_one, relative_error
+from merging.conftest import F64, draw, measure_error, merge_one
 from torch import Tensor
 
 from mergekit_lab import InputError
@@ -10,7 +10,7 @@ from mergekit_lab.merging import WUDI
 from mergekit_lab.merging.wudi import minimize_interference
 
 
-def interference(merged: Tensor, deltas: Tensor) -> Tensor:
+def compute_interference(merged: Tensor, deltas: Tensor) -> Tensor:
     """The objective as the paper prints it, for one matrix."""
     products = (merged - deltas) @ deltas.mT
     return (products.square().sum(dim=(1, 2)) / deltas.square().sum(dim=(1, 2))).sum()
@@ -18,30 +18,29 @@ def interference(merged: Tensor, deltas: Tensor) -> Tensor:
 
 def test_wudi_follows_torchs_adam_on_the_printed_objective() -> None:
     deltas = draw(2, 3, 6, 9)
-    for matrices, found in zip(deltas, minimize_interference(deltas, 25, 1e-3), strict=True):
+    for matrices, change in zip(deltas, minimize_interference(deltas, 25, 1e-3), strict=True):
         merged = matrices.sum(dim=0).requires_grad_()
         optimizer = torch.optim.Adam([merged], lr=1e-3)
         for _ in range(25):
             optimizer.zero_grad()
-            interference(merged, matrices).backward()
+            compute_interference(merged, matrices).backward()
             optimizer.step()
-        assert relative_error(found, merged.detach()) < 1e-12
+        assert measure_error(change, merged.detach()) < 1e-12
 
 
 def test_wudi_lowers_the_interference_and_without_steps_is_the_sum() -> None:
     deltas = draw(4, 6, 9)
     before = merge_one(WUDI(all_matrices=True, steps=0), deltas)
-    assert relative_error(before, deltas.sum(dim=0)) < 1e-12
+    assert measure_error(before, deltas.sum(dim=0)) < 1e-12
     after = merge_one(WUDI(all_matrices=True, lr=1e-3), deltas)
-    assert interference(after, deltas) < 0.8 * interference(before, deltas)
+    assert compute_interference(after, deltas) < 0.8 * compute_interference(before, deltas)
 
 
 def test_wudi_takes_nothing_from_an_expert_equal_to_the_base() -> None:
     deltas = draw(3, 6, 9)
     method = WUDI(all_matrices=True, lr=1e-3, steps=20)
     assert (
-        relative_error(merge_one(method, torch.cat([deltas, 0 * deltas[:1]])), merge_one(method, deltas))
-        < 1e-12
+        measure_error(merge_one(method, torch.cat([deltas, 0 * deltas[:1]])), merge_one(method, deltas)) < 1e-12
     )
     assert torch.equal(merge_one(method, 0 * deltas), torch.zeros(6, 9, dtype=F64))
 

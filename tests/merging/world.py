@@ -1,13 +1,13 @@
 """A small model with experts and side inputs for every method, and what is asked of merges of it."""
 
 import torch
-from merging.conftest import in_dtype, relative_error
+from merging.conftest import measure_error, to_dtype
 from torch import Tensor
 
 from mergekit_lab.merging import Method, merge_state_dicts
 
 
-def world(experts: int = 3, dtype: torch.dtype = torch.float32, seed: int = 0):
+def make_world(experts: int = 3, dtype: torch.dtype = torch.float32, seed: int = 0):
     """A base, named experts and Fishers: matrices, a kernel, vectors, a scalar, a buffer."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -28,32 +28,34 @@ def world(experts: int = 3, dtype: torch.dtype = torch.float32, seed: int = 0):
         for t in range(experts)
     }
     fishers = {name: {n: draw(*s).square() for n, s in shapes.items()} for name in people}
-    return in_dtype(base, dtype), {n: in_dtype(e, dtype) for n, e in people.items()}, fishers
+    return to_dtype(base, dtype), {n: to_dtype(e, dtype) for n, e in people.items()}, fishers
 
 
 def run(method: Method, base, experts, fishers, **options) -> dict[str, Tensor]:
-    by_expert = {name: grams(name) for name in experts}
+    by_expert = {name: make_grams(name) for name in experts}
     masks = {name: {n: (v > 0.3).to(v) for n, v in fisher.items()} for name, fisher in fishers.items()}
     available = {"fisher": fishers, "gram": by_expert, "chained_gram": by_expert, "mask": masks}
-    statistics = {kind: {n: available[kind][n] for n in experts} for kind in method.side_inputs}
+    statistics = {
+        side_input: {n: available[side_input][n] for n in experts} for side_input in method.side_inputs
+    }
     return merge_state_dicts(base, experts, method, statistics=statistics, **options)
 
 
-def grams(expert: str) -> dict[str, Tensor]:
+def make_grams(expert: str) -> dict[str, Tensor]:
     """Input Grams of the world's linear modules, a function of the expert's name."""
     generator = torch.Generator().manual_seed(sum(expert.encode()))
     inputs = {n: torch.randn(40, size, generator=generator) for n, size in (("a", 7), ("b", 16))}
     return {n: x.T @ x for n, x in inputs.items()}
 
 
-def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-6) -> None:
-    assert found.keys() == wanted.keys()
+def assert_close(merged: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-6) -> None:
+    assert merged.keys() == wanted.keys()
     for name in wanted:
-        assert found[name].dtype == wanted[name].dtype, name
-        assert relative_error(found[name], wanted[name]) <= tolerance, name
+        assert merged[name].dtype == wanted[name].dtype, name
+        assert measure_error(merged[name], wanted[name]) <= tolerance, name
 
 
-def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert list(found) == list(wanted)
+def assert_equal(merged: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert list(merged) == list(wanted)
     for name in wanted:
-        assert torch.equal(found[name], wanted[name]), name
+        assert torch.equal(merged[name], wanted[name]), name

@@ -37,7 +37,7 @@ NEEDS_WHOLE: dict[str, Callable[..., Any]] = {
 }
 
 
-def flat_problem() -> Problem:
+def make_flat_problem() -> Problem:
     """Without a 0-d parameter, which `fully_shard` does not take."""
     problem = Problem()
     problem.model.scale = nn.Parameter(problem.model.scale.detach().reshape(1))
@@ -49,12 +49,12 @@ def share(problem: Problem, rank: int) -> None:
     problem.x, problem.y = (t[rank * rows : (rank + 1) * rows] for t in (problem.x, problem.y))
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(p.detach()) for name, p in model.named_parameters()}
+def gather_weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: gather_whole(p.detach()) for name, p in model.named_parameters()}
 
 
 def run(problem: Problem, model: nn.Module, optimizer: Any) -> dict[str, list[dict[str, Tensor]]]:
@@ -65,16 +65,16 @@ def run(problem: Problem, model: nn.Module, optimizer: Any) -> dict[str, list[di
     def closure() -> Tensor:
         loss = nn.functional.cross_entropy(model(problem.x), problem.y)
         loss.backward()
-        seen.append(weights(problem.model))
+        seen.append(gather_weights(problem.model))
         return loss
 
     for _ in range(STEPS):
         optimizer.step(closure)
-        after.append(weights(problem.model))
+        after.append(gather_weights(problem.model))
     return {"after": after, "seen": seen}
 
 
-def parallel(make: Callable[..., Any], rank: int, attach: bool = False) -> dict[str, Any]:
+def run_parallel(make: Callable[..., Any], rank: int, attach: bool = False) -> dict[str, Any]:
     problem = Problem()
     share(problem, rank)
     model = DistributedDataParallel(problem.model)
@@ -84,16 +84,16 @@ def parallel(make: Callable[..., Any], rank: int, attach: bool = False) -> dict[
     return run(problem, model, optimizer)
 
 
-def sharded(make: Callable[..., Any], rank: int, mesh: Any) -> dict[str, Any]:
-    problem = flat_problem()
+def run_sharded(make: Callable[..., Any], rank: int, mesh: Any) -> dict[str, Any]:
+    problem = make_flat_problem()
     share(problem, rank)
     fully_shard(problem.model, mesh=mesh)
     optimizer = make(problem.model.named_parameters(), base=BASES["adamw"])
     return run(problem, problem.model, optimizer)
 
 
-def sharded_without_closure(rank: int, mesh: Any) -> dict[str, Tensor]:
-    problem = flat_problem()
+def run_sharded_without_closure(rank: int, mesh: Any) -> dict[str, Tensor]:
+    problem = make_flat_problem()
     share(problem, rank)
     fully_shard(problem.model, mesh=mesh)
     optimizer = OPTIMIZERS["mergopt-laplace"](problem.model.named_parameters(), base=BASES["adamw"])
@@ -103,10 +103,10 @@ def sharded_without_closure(rank: int, mesh: Any) -> dict[str, Tensor]:
         nn.functional.cross_entropy(problem.model(problem.x), problem.y).backward()
         optimizer.step()
     optimizer.eval()
-    return weights(problem.model)
+    return gather_weights(problem.model)
 
 
-def refusal(attempt: Callable[[], Any]) -> str:
+def catch_refusal(attempt: Callable[[], Any]) -> str:
     try:
         attempt()
     except InputError as error:
@@ -115,9 +115,9 @@ def refusal(attempt: Callable[[], Any]) -> str:
 
 
 def refuse_whole(make: Callable[..., Any], mesh: Any) -> str:
-    problem = flat_problem()
+    problem = make_flat_problem()
     fully_shard(problem.model, mesh=mesh)
-    return refusal(lambda: make(problem.model.named_parameters(), base=BASES["sgd"]))
+    return catch_refusal(lambda: make(problem.model.named_parameters(), base=BASES["sgd"]))
 
 
 def work(rank: int, folder: Path) -> None:
@@ -126,14 +126,14 @@ def work(rank: int, folder: Path) -> None:
         "gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=WORLD
     )
     mesh = init_device_mesh("cpu", (WORLD,))
-    found = {
-        "parallel": {name: parallel(make, rank) for name, make in OPTIMIZERS.items()},
-        "local ascent": {name: parallel(make, rank, attach=True) for name, make in LOCAL_ASCENT.items()},
-        "per rank": {name: parallel(make, rank) for name, make in PER_RANK.items()},
-        "not attached": refusal(lambda: parallel(LOCAL_ASCENT["sam"], rank)),
-        "sharded": {name: sharded(OPTIMIZERS[name], rank, mesh) for name in SHARDED},
-        "sharded without closure": sharded_without_closure(rank, mesh),
+    weights = {
+        "parallel": {name: run_parallel(make, rank) for name, make in OPTIMIZERS.items()},
+        "local ascent": {name: run_parallel(make, rank, attach=True) for name, make in LOCAL_ASCENT.items()},
+        "per rank": {name: run_parallel(make, rank) for name, make in PER_RANK.items()},
+        "not attached": catch_refusal(lambda: run_parallel(LOCAL_ASCENT["sam"], rank)),
+        "sharded": {name: run_sharded(OPTIMIZERS[name], rank, mesh) for name in SHARDED},
+        "sharded without closure": run_sharded_without_closure(rank, mesh),
         "needs whole": {name: refuse_whole(make, mesh) for name, make in NEEDS_WHOLE.items()},
     }
-    torch.save(found, folder / f"{rank}.pt")
+    torch.save(weights, folder / f"{rank}.pt")
     torch.distributed.destroy_process_group()

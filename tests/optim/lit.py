@@ -63,10 +63,10 @@ class Lit(lightning.LightningModule):
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.shown.append(self.problem.weights())
+        self.shown.append(self.problem.copy_weights())
 
 
-class Rows:
+class RepeatedRows:
     """The twelve rows `steps` times over, each time in `parts` parts; resumable, as there is no state."""
 
     def __init__(self, steps: int, parts: int = 1) -> None:
@@ -103,5 +103,5 @@ def fit(module: Lit, steps: int, *, ckpt: Any = None, parts: int = 1, **options:
         limit_val_batches=1.0 if validate else 0,
         **options,
     )
-    trainer.fit(module, Rows(steps, parts), Rows(1), ckpt_path=ckpt, weights_only=True)
+    trainer.fit(module, RepeatedRows(steps, parts), RepeatedRows(1), ckpt_path=ckpt, weights_only=True)
     return trainer

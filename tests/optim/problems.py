@@ -101,7 +101,7 @@ class Problem:
         """Forward and backward only: gradients are not zeroed."""
         return self._evaluate(zero=False)
 
-    def zeroing_closure(self) -> Tensor:
+    def run_closure_that_zeroes(self) -> Tensor:
         """Forward, then zero, then backward, which is Lightning's order."""
         return self._evaluate(zero=True)
 
@@ -111,30 +111,30 @@ class Problem:
             self.model.zero_grad()
         loss.backward()
         self.losses.append(loss.item())
-        self.weights_seen.append(self.weights())
+        self.weights_seen.append(self.copy_weights())
         return loss
 
-    def weights(self) -> dict[str, Tensor]:
+    def copy_weights(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
 
-def required(cls: type) -> dict[str, Any]:
+def make_required(cls: type) -> dict[str, Any]:
     """Arguments that a class of ours cannot do without, beside parameters and base."""
     parameters = list(inspect.signature(cls).parameters.values())[2:]
     return {p.name: 5 for p in parameters if p.default is p.empty}
 
 
-def gradients(problem: Problem, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def compute_gradients(problem: Problem, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """∂ loss / ∂ weights at `weights`, by torch.func, without touching the model."""
 
-    def loss(w: dict[str, Tensor]) -> Tensor:
+    def compute_loss(w: dict[str, Tensor]) -> Tensor:
         logits = torch.func.functional_call(problem.model, w, (problem.x,))
         return nn.functional.cross_entropy(logits, problem.y)
 
-    return torch.func.grad(loss)(weights)
+    return torch.func.grad(compute_loss)(weights)
 
 
-def momentum_step(weights: dict[str, Tensor], velocity: dict[str, Tensor], g: dict[str, Tensor]) -> None:
+def take_momentum_step(weights: dict[str, Tensor], velocity: dict[str, Tensor], g: dict[str, Tensor]) -> None:
     """One step of `BASES["sgd"]`, written out."""
     for name in weights:
         velocity[name] = 0.9 * velocity.get(name, 0) + g[name]
@@ -149,14 +149,14 @@ def train(
     optimizer = make(problem.model.named_parameters(), base=BASES[base])
     for _ in range(steps):
         optimizer.step(problem.closure)
-    return problem.weights()
+    return problem.copy_weights()
 
 
-def assert_equal_bits(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
+def assert_equal_bits(weights: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert weights.keys() == wanted.keys()
     for name in wanted:
-        assert found[name].dtype == wanted[name].dtype
-        assert torch.equal(found[name], wanted[name]), name
+        assert weights[name].dtype == wanted[name].dtype
+        assert torch.equal(weights[name], wanted[name]), name
 
 
 def assert_differ(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -165,9 +165,9 @@ def assert_differ(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert not torch.equal(one[name], other[name]), name
 
 
-def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
+def assert_close(weights: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
     """‖found − wanted‖ ≤ tolerance · ‖wanted‖, tensor by tensor."""
-    assert found.keys() == wanted.keys()
+    assert weights.keys() == wanted.keys()
     for name in wanted:
-        error = torch.linalg.vector_norm(found[name] - wanted[name])
+        error = torch.linalg.vector_norm(weights[name] - wanted[name])
         assert error <= tolerance * torch.linalg.vector_norm(wanted[name]), name

@@ -16,7 +16,7 @@ from optim.problems import (
     Problem,
     assert_close,
     assert_equal_bits,
-    gradients,
+    compute_gradients,
     train,
 )
 
@@ -41,7 +41,7 @@ def test_gradients_that_are_views_of_one_buffer_give_the_same_weights(make) -> N
 
         for _ in range(3):
             optimizer.step(closure)
-        weights.append(problem.weights())
+        weights.append(problem.copy_weights())
     assert_equal_bits(*weights)
 
 
@@ -58,17 +58,17 @@ def test_evaluations_are_numbered_and_the_base_gets_the_last_gradient_or_a_mixtu
         used.append(problem.model.scale.grad.clone())
         return loss
 
-    given: list[Tensor] = []
-    optimizer.base.register_step_pre_hook(lambda *_: given.append(problem.model.scale.grad.clone()))
+    gradients: list[Tensor] = []
+    optimizer.base.register_step_pre_hook(lambda *_: gradients.append(problem.model.scale.grad.clone()))
     optimizer.step(closure)
     assert numbers == list(range(optimizer.evaluations_per_step))
     assert optimizer.evaluation == 0
-    assert len(given) == 1
+    assert len(gradients) == 1
     if isinstance(optimizer, PGN | SAGM | RWP) and len(used) > 1:
         low, high = sorted(g.item() for g in used)
-        assert low < given[0].item() < high
+        assert low < gradients[0].item() < high
     else:
-        assert torch.equal(given[0], used[-1])
+        assert torch.equal(gradients[0], used[-1])
 
 
 @pytest.mark.parametrize("make", FRACTIONS.values(), ids=FRACTIONS.keys())
@@ -83,7 +83,7 @@ def test_a_closure_that_reads_the_fraction_ascends_on_part_of_its_batch(make) ->
         problem.x, problem.y = whole[0][:rows], whole[1][:rows]
         return problem.closure()
 
-    start = problem.weights()
+    start = problem.copy_weights()
     optimizer.step(closure)
     assert fractions == [0.25, 1.0]
     assert optimizer.batch_fraction == 1.0
@@ -92,8 +92,8 @@ def test_a_closure_that_reads_the_fraction_ascends_on_part_of_its_batch(make) ->
     reference = make(part.model.named_parameters(), base=BASES["sgd"], rho=0.1)
     reference.step(part.closure)
     assert_equal_bits(problem.weights_seen[1], part.weights_seen[1])
-    descent = gradients(full, problem.weights_seen[1])
-    assert_close(problem.weights(), {n: start[n] - 0.1 * g for n, g in descent.items()}, 1e-12)
+    descent = compute_gradients(full, problem.weights_seen[1])
+    assert_close(problem.copy_weights(), {n: start[n] - 0.1 * g for n, g in descent.items()}, 1e-12)
 
 
 @pytest.mark.parametrize("make", FRACTIONS.values(), ids=FRACTIONS.keys())
@@ -148,9 +148,9 @@ class Normalized(nn.Module):
         return self.body(x.view(-1, 2, 4))
 
 
-def normalized(make: Any, attach: bool, steps: int = 2) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def compute_buffers(make: Any, attach: bool, steps: int = 2) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Buffers after `steps` steps at a learning rate of 0, and those that one forward a step leaves at θ."""
-    found = []
+    buffers = []
     for optimize in (True, False):
         problem = Problem(torch.float32)
         torch.manual_seed(0)
@@ -160,8 +160,8 @@ def normalized(make: Any, attach: bool, steps: int = 2) -> tuple[dict[str, Tenso
             optimizer.attach(problem.model)
         for _ in range(steps):
             optimizer.step(problem.closure) if optimize else problem.model(problem.x)
-        found.append({name: b.clone() for name, b in problem.model.named_buffers()})
-    return found[0], found[1]
+        buffers.append({name: b.clone() for name, b in problem.model.named_buffers()})
+    return buffers[0], buffers[1]
 
 
 TWICE = {
@@ -173,7 +173,7 @@ TWICE = {
 
 @pytest.mark.parametrize("name", TWICE)
 def test_attached_running_statistics_change_once_a_step(name) -> None:
-    after, once = normalized(TWICE[name], attach=True)
+    after, once = compute_buffers(TWICE[name], attach=True)
     counts = [int(b) for n, b in after.items() if "num_batches" in n]
     assert counts == [2, 2, 0]  # instance norms do not count
     if name != "mergopt-worst":  # whose first evaluation is not at θ
@@ -181,7 +181,7 @@ def test_attached_running_statistics_change_once_a_step(name) -> None:
 
 
 def test_statistics_of_a_model_that_is_not_attached_change_in_every_evaluation() -> None:
-    after, _ = normalized(SAM, attach=False)
+    after, _ = compute_buffers(SAM, attach=False)
     assert after["body.1.num_batches_tracked"] == 4
 
 
@@ -221,7 +221,7 @@ def test_autocast_around_the_whole_step_sees_the_moved_weights(make) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             twin.step(around.closure)
     assert around.losses == inside.losses
-    assert_equal_bits(around.weights(), inside.weights())
+    assert_equal_bits(around.copy_weights(), inside.copy_weights())
 
 
 def test_modes_inside_autocast_see_the_moved_weights() -> None:
@@ -232,7 +232,7 @@ def test_modes_inside_autocast_see_the_moved_weights() -> None:
         for _ in range(3):
             optimizer.train()
             with torch.autocast("cpu", torch.bfloat16):
-                plain.zeroing_closure()
+                plain.run_closure_that_zeroes()
             optimizer.step()
         optimizer.eval()
         with torch.autocast("cpu", torch.bfloat16):
@@ -240,36 +240,36 @@ def test_modes_inside_autocast_see_the_moved_weights() -> None:
                 cast.model(cast.x)
                 twin.eval()
                 shown = cast.model(cast.x)
-                assert torch.equal(shown, torch.func.functional_call(cast.model, cast.weights(), cast.x))
+                assert torch.equal(shown, torch.func.functional_call(cast.model, cast.copy_weights(), cast.x))
                 twin.train()
-                cast.zeroing_closure()
+                cast.run_closure_that_zeroes()
                 twin.step()
             twin.eval()
-        assert_equal_bits(cast.weights(), plain.weights())
+        assert_equal_bits(cast.copy_weights(), plain.copy_weights())
 
 
 @pytest.mark.parametrize("name", [n for n in TWICE if n not in ("mergopt-worst", "rwp-mixed")])
 def test_a_gradient_scaler_with_two_evaluations_is_refused(name) -> None:
     problem = Problem(torch.float32)
     optimizer = OPTIMIZERS[name](problem.model.named_parameters(), base=BASES["sgd"])
-    start = problem.weights()
+    start = problem.copy_weights()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(problem.model(problem.x).sum()).backward()
     with pytest.raises(InputError, match=r"step\(\).*GradScaler.*'bf16-mixed'.*float32"):
         scaler.step(optimizer)
-    assert_equal_bits(problem.weights(), start)
+    assert_equal_bits(problem.copy_weights(), start)
 
 
 @pytest.mark.parametrize("name", ["mergopt-laplace", "mergopt-worst", "rwp", "rwp-mixed", "swa"])
 def test_a_gradient_scaler_outside_train_mode_is_refused(name) -> None:
     problem = Problem(torch.float32)
     optimizer = OPTIMIZERS[name](problem.model.named_parameters(), base=BASES["sgd"])
-    start = problem.weights()
+    start = problem.copy_weights()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(problem.model(problem.x).sum()).backward()
     with pytest.raises(InputError, match="'bf16-mixed'"):
         scaler.step(optimizer)
-    assert_equal_bits(problem.weights(), start)
+    assert_equal_bits(problem.copy_weights(), start)
 
 
 @pytest.mark.parametrize("name", ["mergopt-laplace", "rwp", "swa"])
@@ -285,18 +285,18 @@ def test_a_gradient_scaler_in_train_mode_works_and_skips_what_overflowed(name) -
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(scaled.model(scaled.x), scaled.y)
         scaler.scale(loss * (float("inf") if step == 1 else 1)).backward()
-        before = scaled.weights()
+        before = scaled.copy_weights()
         scaler.step(optimizer)
         scaler.update()
         if step == 1:
-            assert_equal_bits(scaled.weights(), before)
+            assert_equal_bits(scaled.copy_weights(), before)
             continue
         reference.zero_grad()
         plain.closure()
         reference.step()
     optimizer.eval()
     reference.eval()
-    assert_equal_bits(scaled.weights(), plain.weights())
+    assert_equal_bits(scaled.copy_weights(), plain.copy_weights())
 
 
 @every_optimizer
@@ -334,7 +334,7 @@ def test_micro_batches_inside_the_closure_are_the_whole_batch(make) -> None:
         return total
 
     optimizer.step(closure)
-    assert_close(parts.weights(), whole.weights(), 1e-11)
+    assert_close(parts.copy_weights(), whole.copy_weights(), 1e-11)
 
 
 @pytest.mark.parametrize("name", ["mergopt-laplace", "rwp", "swa"])
@@ -350,10 +350,10 @@ def test_a_plain_loop_that_accumulates_keeps_one_point_for_all_micro_batches(nam
         optimizer.zero_grad()
         points = []
         for third in (slice(0, 4), slice(4, 8), slice(8, 12)):
-            points.append(parts.weights())
+            points.append(parts.copy_weights())
             (nn.functional.cross_entropy(parts.model(parts.x[third]), parts.y[third]) / 3).backward()
         optimizer.step()
         for point in points[1:]:
             assert_equal_bits(point, points[0])
     optimizer.eval()
-    assert_close(parts.weights(), whole.weights(), 1e-11)
+    assert_close(parts.copy_weights(), whole.copy_weights(), 1e-11)

@@ -14,7 +14,7 @@ KINDS = {"swa": (SWA, None), "wasam": (WASAM, SAM)}
 every_kind = pytest.mark.parametrize(("make", "step"), KINDS.values(), ids=KINDS.keys())
 
 
-def reference(step, steps: int, averaged: list[int], dtype: torch.dtype = torch.float64):
+def compute_reference(step, steps: int, averaged: list[int], dtype: torch.dtype = torch.float64):
     """θ after each of `steps` steps of the optimizer, and torch's own average of those in `averaged`."""
     problem = Problem(dtype)
     optimizer = BASES["adamw"](problem.model.parameters())
@@ -23,8 +23,8 @@ def reference(step, steps: int, averaged: list[int], dtype: torch.dtype = torch.
     average = AveragedModel(problem.model, multi_avg_fn=get_swa_multi_avg_fn())
     path = []
     for done in range(1, steps + 1):
-        optimizer.step(problem.zeroing_closure)
-        path.append(problem.weights())
+        optimizer.step(problem.run_closure_that_zeroes)
+        path.append(problem.copy_weights())
         if done in averaged:
             average.update_parameters(problem.model)
     return path, {name: p.detach() for name, p in average.module.named_parameters()}
@@ -36,31 +36,31 @@ def reference(step, steps: int, averaged: list[int], dtype: torch.dtype = torch.
 )
 @every_kind
 def test_the_average_is_torch_s_and_the_path_is_the_optimizer_s_own(make, step, start, every, averaged) -> None:
-    path, average = reference(step, 8, averaged)
+    path, average = compute_reference(step, 8, averaged)
     problem = Problem()
     optimizer = make(problem.model.named_parameters(), base=BASES["adamw"], steps=8, start=start, every=every)
     for theta in path:
         optimizer.step(problem.closure)
         optimizer.train()
-        assert_equal_bits(problem.weights(), theta)
+        assert_equal_bits(problem.copy_weights(), theta)
         optimizer.eval()
     assert optimizer.averaged_count == len(averaged)
     mean = {name: torch.stack([path[i - 1][name] for i in averaged]).mean(0) for name in path[0]}
-    assert_close(problem.weights(), mean, 1e-14)
-    assert_close(problem.weights(), average, 1e-6)  # torch's weights of the mean are float32
-    assert_differ(problem.weights(), path[-1])
+    assert_close(problem.copy_weights(), mean, 1e-14)
+    assert_close(problem.copy_weights(), average, 1e-6)  # torch's weights of the mean are float32
+    assert_differ(problem.copy_weights(), path[-1])
 
 
 @every_kind
 def test_before_the_average_begins_both_modes_are_theta(make, step) -> None:
-    path, _ = reference(step, 2, [])
+    path, _ = compute_reference(step, 2, [])
     problem = Problem()
     optimizer = make(problem.model.named_parameters(), base=BASES["adamw"], steps=4, start=0.75)
     for theta in path:
         optimizer.step(problem.closure)
-        assert_equal_bits(problem.weights(), theta)
+        assert_equal_bits(problem.copy_weights(), theta)
         optimizer.train()
-        assert_equal_bits(problem.weights(), theta)
+        assert_equal_bits(problem.copy_weights(), theta)
         optimizer.eval()
 
 
@@ -70,36 +70,36 @@ def test_modes_are_idempotent_and_the_block_leaves_the_mode_as_it_was(make, step
     optimizer = make(problem.model.named_parameters(), base=BASES["adamw"], steps=4, start=0)
     for _ in range(3):
         optimizer.step(problem.closure)
-    average = problem.weights()
+    average = problem.copy_weights()
     optimizer.eval()
-    assert_equal_bits(problem.weights(), average)
+    assert_equal_bits(problem.copy_weights(), average)
     optimizer.train()
-    theta = problem.weights()
+    theta = problem.copy_weights()
     assert_differ(theta, average)
     optimizer.train()
-    assert_equal_bits(problem.weights(), theta)
+    assert_equal_bits(problem.copy_weights(), theta)
     with optimizer.show_average():
-        assert_equal_bits(problem.weights(), average)
-    assert_equal_bits(problem.weights(), theta)
+        assert_equal_bits(problem.copy_weights(), average)
+    assert_equal_bits(problem.copy_weights(), theta)
     optimizer.eval()
     with optimizer.show_average():
-        assert_equal_bits(problem.weights(), average)
-    assert_equal_bits(problem.weights(), average)
+        assert_equal_bits(problem.copy_weights(), average)
+    assert_equal_bits(problem.copy_weights(), average)
 
 
 @every_kind
 def test_steps_in_train_mode_stay_there_unless_told_otherwise(make, step) -> None:
-    path, _ = reference(step, 3, [])
+    path, _ = compute_reference(step, 3, [])
     for stays in (True, False):
         problem = Problem()
         optimizer = make(problem.model.named_parameters(), base=BASES["adamw"], steps=4, start=0)
         optimizer.stays_in_train_mode = stays
         for theta in path:
             optimizer.train()
-            optimizer.step(problem.zeroing_closure)
+            optimizer.step(problem.run_closure_that_zeroes)
             assert optimizer.training is stays
             optimizer.train()
-            assert_equal_bits(problem.weights(), theta)
+            assert_equal_bits(problem.copy_weights(), theta)
 
 
 def test_swa_steps_without_a_closure_in_train_mode() -> None:
@@ -113,7 +113,7 @@ def test_swa_steps_without_a_closure_in_train_mode() -> None:
         problem.closure()
         assert optimizer.step() is None
     optimizer.eval()
-    assert_equal_bits(problem.weights(), train(partial(SWA, steps=4, start=0), "adamw", 4))
+    assert_equal_bits(problem.copy_weights(), train(partial(SWA, steps=4, start=0), "adamw", 4))
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -138,9 +138,9 @@ def test_saved_in_either_mode_and_resumed_equals_uninterrupted(make, step, saved
     resumed.load_state_dict(loaded["optimizer"])
     assert resumed.training is (mode == "train")
     for _ in range(6 - saved_at):
-        resumed.step(second.zeroing_closure)
+        resumed.step(second.run_closure_that_zeroes)
     resumed.eval()
-    assert_equal_bits(second.weights(), train(make, "adamw", 6))
+    assert_equal_bits(second.copy_weights(), train(make, "adamw", 6))
 
 
 def test_the_average_begins_at_the_very_step_that_start_names() -> None:
@@ -154,7 +154,7 @@ def test_the_average_begins_at_the_very_step_that_start_names() -> None:
 
 
 def test_the_average_of_low_precision_weights_is_kept_in_float32() -> None:
-    path, _ = reference(None, 6, [], torch.bfloat16)
+    path, _ = compute_reference(None, 6, [], torch.bfloat16)
     problem = Problem(torch.bfloat16)
     optimizer = SWA(problem.model.named_parameters(), base=BASES["adamw"], steps=6, start=0)
     for _ in range(6):
@@ -178,10 +178,10 @@ def test_a_closure_that_fails_leaves_the_mode_s_weights(make, step) -> None:
 
     for mode in (optimizer.eval, optimizer.train):
         mode()
-        before = problem.weights()
+        before = problem.copy_weights()
         with pytest.raises(RuntimeError, match="no data"):
             optimizer.step(closure)
-        assert_equal_bits(problem.weights(), before)
+        assert_equal_bits(problem.copy_weights(), before)
     assert optimizer.averaged_count == 2
 
 
@@ -192,20 +192,20 @@ def test_modes_reach_the_weights_through_a_stand_in() -> None:
     for _ in range(2):
         optimizer.step(problem.closure)
 
-    class StandIn(WASAM):
+    class WASAMStandIn(WASAM):
         def __init__(self, real: WASAM) -> None:
             self._real = real
 
         def __getattr__(self, name: str) -> object:
             return getattr(self._real, name)
 
-    average = problem.weights()
-    StandIn(optimizer).train()
+    average = problem.copy_weights()
+    WASAMStandIn(optimizer).train()
     assert optimizer.training
-    assert_differ(problem.weights(), average)
-    StandIn(optimizer).eval()
+    assert_differ(problem.copy_weights(), average)
+    WASAMStandIn(optimizer).eval()
     assert not optimizer.training
-    assert_equal_bits(problem.weights(), average)
+    assert_equal_bits(problem.copy_weights(), average)
 
 
 def test_in_train_mode_swa_uses_the_gradients_of_the_loop_and_wasam_refuses_to_drop_them() -> None:

@@ -39,14 +39,14 @@ SGD = BASES["sgd"]
         (MergOPT, {"scale": "fitt"}, "scale is 'fitt'"),
         (MergOPT, {"worst_of": 0}, "worst_of is 0.*1"),
         (MergOPT, {"per_rank": 1}, "per_rank is 1"),
-        (SAM, {"ascent_fraction": 0}, r"ascent_fraction=0.*\(0, 1\]"),
-        (SAM, {"ascent_fraction": 1.5}, r"ascent_fraction is 1\.5.*from 0 to 1"),
+        (SAM, {"ascent_fraction": 0}, r"ascent_fraction is 0.*\(0, 1\]"),
+        (SAM, {"ascent_fraction": 1.5}, r"ascent_fraction is 1\.5.*in "),
         (ASAM, {"sync_ascent": None}, "sync_ascent is None"),
         (FriendlySAM, {"sigma": "x"}, "sigma is 'x'"),
-        (FriendlySAM, {"lmbda": 1.1}, r"lmbda is 1\.1.*from 0 to 1"),
+        (FriendlySAM, {"lmbda": 1.1}, r"lmbda is 1\.1.*in "),
         (PGN, {"alpha": -0.1}, r"alpha is -0\.1"),
         (SAGM, {"alpha": -0.1}, r"alpha is -0\.1"),
-        (SSAMF, {"sparsity": 1.1}, r"sparsity is 1\.1.*from 0 to 1"),
+        (SSAMF, {"sparsity": 1.1}, r"sparsity is 1\.1.*in "),
         (SSAMF, {"every": 0}, "every is 0.*1"),
         (SSAMD, {"steps": 0}, "steps is 0.*1"),
         (SSAMD, {"steps": 5, "drop_rate": 2}, "drop_rate is 2"),
@@ -55,7 +55,7 @@ SGD = BASES["sgd"]
         (RWP, {"alpha": 1.5}, r"alpha is 1\.5"),
         (RWP, {"seed": 0.5}, r"seed is 0\.5"),
         (SWA, {"steps": 0}, "steps is 0"),
-        (SWA, {"steps": 5, "start": 1.5}, r"start is 1\.5.*from 0 to 1"),
+        (SWA, {"steps": 5, "start": 1.5}, r"start is 1\.5.*in "),
         (WASAM, {"steps": 5, "every": 0}, "every is 0.*1"),
         (WASAM, {"steps": 5, "rho": -1}, r"rho is -1; it must be"),
     ],
@@ -70,11 +70,11 @@ def test_two_evaluation_optimizers_refuse_to_step_without_a_closure(name) -> Non
     problem = Problem()
     optimizer = OPTIMIZERS[name](problem.model.named_parameters(), base=SGD)
     problem.closure()
-    start = problem.weights()
+    start = problem.copy_weights()
     message = rf"{type(optimizer).__name__}\.step\(\) needs a closure.*GradScaler.*'16-mixed'.*'bf16-mixed'"
     with pytest.raises(InputError, match=message):
         optimizer.step()
-    assert_equal_bits(problem.weights(), start)
+    assert_equal_bits(problem.copy_weights(), start)
 
 
 def test_samsung_asam_without_names_says_what_to_pass() -> None:

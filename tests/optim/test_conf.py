@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from composing import composed, plain
+from composing import compose_config, to_plain
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -27,8 +27,8 @@ def test_every_optimizer_has_a_configuration() -> None:
 
 @pytest.mark.parametrize("option", [f.stem for f in FILES if f.stem not in PLAIN])
 def test_a_configuration_names_every_field_at_the_default_of_the_class(option: str) -> None:
-    cfg, _ = composed([f"optimizer={option}", "training.steps=7", "seed=0"])
-    make, content = instantiate(cfg.optimizer), plain(cfg.optimizer)
+    cfg, _ = compose_config([f"optimizer={option}", "training.steps=7", "seed=0"])
+    make, content = instantiate(cfg.optimizer), to_plain(cfg.optimizer)
     fields = list(inspect.signature(make.func).parameters.values())[1:]
     assert content.keys() - {"_target_", "_partial_"} == {field.name for field in fields}
     for field in fields[1:]:
@@ -43,7 +43,7 @@ def test_a_configuration_names_every_field_at_the_default_of_the_class(option: s
 
 @pytest.mark.parametrize("option", ["mergopt", "wasam"])
 def test_a_method_takes_another_base_with_the_options_of_that_base(option: str) -> None:
-    cfg, _ = composed([f"optimizer={option}", "optimizer@optimizer.base=sgd", "training.lr=0.25"])
+    cfg, _ = compose_config([f"optimizer={option}", "optimizer@optimizer.base=sgd", "training.lr=0.25"])
     optimizer = instantiate(cfg.optimizer)(list(Net().named_parameters()))
     assert type(optimizer.base) is torch.optim.SGD
     assert optimizer.defaults["lr"] == 0.25

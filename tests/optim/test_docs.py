@@ -14,7 +14,7 @@ import torch
 from mergekit_lab import optim
 from mergekit_lab.optim import sam
 from mergekit_lab.optim.wrapper import WrappedOptimizer
-from optim.problems import BASES, Problem, assert_close, assert_equal_bits, required
+from optim.problems import BASES, Problem, assert_close, assert_equal_bits, make_required
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "optimizers.md").read_text(encoding="utf-8")
@@ -33,25 +33,25 @@ def run(block: str) -> dict[str, object]:
     return names
 
 
-def block_with(text: str) -> dict[str, object]:
+def run_block_with(text: str) -> dict[str, object]:
     (block,) = [b for b in BLOCKS if text in b]
     return run(block)
 
 
 def test_the_loop_with_a_closure_runs_and_its_scheduler_acts() -> None:
-    names = block_with("CosineAnnealingLR")
+    names = run_block_with("CosineAnnealingLR")
     assert isinstance(names["loss"], torch.Tensor)
     assert names["optimizer"].base.param_groups[0]["lr"] == pytest.approx(0)
 
 
 def test_the_loop_without_a_closure_runs_and_saves_theta() -> None:
-    names = block_with("import MergOPT\n\ntorch.manual_seed(0)\nmodel = torch.nn.Linear(8, 3)\nbatches")
+    names = run_block_with("import MergOPT\n\ntorch.manual_seed(0)\nmodel = torch.nn.Linear(8, 3)\nbatches")
     assert names["checkpoint"]["optimizer"]["wrapper"]["steps_done"] == 4
     assert not names["optimizer"].theta.held
 
 
 def test_the_loop_with_an_average_saves_it_and_theta() -> None:
-    names = block_with("import SWA")
+    names = run_block_with("import SWA")
     optimizer, model, average = names["optimizer"], names["model"], names["average"]
     assert optimizer.averaged_count == 5
     assert torch.equal(names["checkpoint"]["optimizer"]["wrapper"]["aside"][0], model.weight)
@@ -59,12 +59,12 @@ def test_the_loop_with_an_average_saves_it_and_theta() -> None:
 
 
 def test_the_fit_of_the_page_is_the_optimizer_s() -> None:
-    names = block_with("import MergOPT, fit_offset")
+    names = run_block_with("import MergOPT, fit_offset")
     assert names["optimizer"].scale == names["fit"].scale > 0
 
 
 def test_the_groups_of_the_page_have_their_own_radii() -> None:
-    optimizer = block_with('"rho": 0.5')["optimizer"]
+    optimizer = run_block_with('"rho": 0.5')["optimizer"]
     assert optimizer.list_values("rho") == [0.01, 0.5]
 
 
@@ -72,23 +72,23 @@ def test_the_groups_of_the_page_have_their_own_radii() -> None:
 def test_the_page_says_which_settings_a_group_may_have(name) -> None:
     section = PAGE.split("parameter groups?\n")[1].split("```")[0]
     rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
-    said = [s for settings, names in rows if f"`{name}`" in names for s in re.findall(r"`(\w+)`", settings)]
-    assert said == list(getattr(optim, name).group_settings)
+    printed = [s for settings, names in rows if f"`{name}`" in names for s in re.findall(r"`(\w+)`", settings)]
+    assert printed == list(getattr(optim, name).group_settings)
 
 
 def test_the_closure_of_the_page_reads_the_fraction() -> None:
-    assert block_with("ascent_fraction=0.25")["sizes"] == [4, 16]
+    assert run_block_with("ascent_fraction=0.25")["sizes"] == [4, 16]
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*no accelerator is found")
 def test_the_transformers_trainer_of_the_page_trains() -> None:
-    names = block_with("import LlamaConfig")
+    names = run_block_with("import LlamaConfig")
     assert names["optimizer"].steps_done == 2
     assert not names["optimizer"].theta.held
 
 
 def test_the_accelerate_loop_of_the_page_ends_at_theta_as_a_plain_loop_does() -> None:
-    names = block_with("import Accelerator")
+    names = run_block_with("import Accelerator")
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 3)
     x, y = torch.randn(32, 8), torch.randint(3, (32,))
@@ -107,7 +107,7 @@ def backward(model, x, y) -> None:
 @pytest.mark.filterwarnings("ignore:.*`isinstance\\(treespec, LeafSpec\\)`")
 @pytest.mark.parametrize(("make", "parts"), [(optim.SAM, 1), (optim.MergOPT, 2)])
 def test_the_module_of_the_page_trains_as_a_plain_loop_with_clipping_does(make, parts) -> None:
-    module = block_with("import LightningModule")["Module"]
+    module = run_block_with("import LightningModule")["Module"]
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 3).double()
     x, y = torch.randn(12, 8, dtype=torch.float64), torch.randint(3, (12,))
@@ -155,13 +155,13 @@ class Pairs:
 
 
 def test_the_new_optimizer_of_the_page_keeps_its_promises() -> None:
-    cls = block_with("class BoxSAM")["BoxSAM"]
+    cls = run_block_with("class BoxSAM")["BoxSAM"]
     assert issubclass(cls, WrappedOptimizer)
     problem = Problem()
     optimizer = cls(problem.model.named_parameters(), base=BASES["sgd"], rho=0.01)
-    start = problem.weights()
+    start = problem.copy_weights()
     optimizer.step(problem.closure)
-    away, back = problem.weights_seen[-1], problem.weights()
+    away, back = problem.weights_seen[-1], problem.copy_weights()
     side = {name: (away[name] - start[name]).abs() for name in start}
     assert_close(side, {name: torch.full_like(w, 0.01) for name, w in start.items()}, 1e-10)
 
@@ -171,8 +171,8 @@ def test_the_new_optimizer_of_the_page_keeps_its_promises() -> None:
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for p, o in ((twin, resumed), (problem, optimizer)):
         o.step(p.closure)
-    assert_equal_bits(twin.weights(), problem.weights())
-    assert not torch.equal(back["scale"], twin.weights()["scale"])
+    assert_equal_bits(twin.copy_weights(), problem.copy_weights())
+    assert not torch.equal(back["scale"], twin.copy_weights()["scale"])
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -180,7 +180,7 @@ def test_the_table_has_every_optimizer_with_its_cost_and_defaults(name) -> None:
     cls = getattr(optim, name)
     (row,) = [line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |")]
     _, _, evaluations, _, hyper_parameters, _, _ = (cell.strip() for cell in row.split("|"))
-    optimizer = cls(torch.nn.Linear(2, 2).named_parameters(), base=BASES["sgd"], **required(cls))
+    optimizer = cls(torch.nn.Linear(2, 2).named_parameters(), base=BASES["sgd"], **make_required(cls))
     assert int(evaluations) == optimizer.evaluations_per_step
     options = list(inspect.signature(cls).parameters.values())[2:]
     written = [o.name if o.default is o.empty else f"{o.name}={o.default!r}" for o in options]

@@ -14,13 +14,13 @@ from optim.problems import BASES, Net
 UNIT = {"coefficients": (2.0,), "max_experts": 1}
 
 
-def laplace(count: int, loc: float, scale: float, seed: int = 0) -> Tensor:
+def draw_laplace(count: int, loc: float, scale: float, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     u = torch.empty(count, dtype=torch.float64).uniform_(-1, 1, generator=generator)
     return (loc - scale * u.sign() * torch.log(1 - u.abs())).float()
 
 
-def direct(values: Tensor, distribution: str) -> OffsetFit:
+def fit_directly(values: Tensor, distribution: str) -> OffsetFit:
     """The definitions, in float64 over the sorted entries."""
     x = values.double().sort().values
     n = len(x)
@@ -43,39 +43,39 @@ def direct(values: Tensor, distribution: str) -> OffsetFit:
 
 
 VALUES = {
-    "laplace": laplace(30_001, 2e-5, 5e-4),
-    "an even number": laplace(10_000, 0.0, 1e-3),
+    "laplace": draw_laplace(30_001, 2e-5, 5e-4),
+    "an even number": draw_laplace(10_000, 0.0, 1e-3),
     "gaussian": torch.randn(20_000, generator=torch.Generator().manual_seed(1)) * 0.01,
-    "far from zero": laplace(5_000, -0.3, 0.05),
-    "bfloat16": laplace(5_000, 0.0, 1e-3).bfloat16().float(),
-    "half of them zero": torch.cat([laplace(4_000, 0.0, 1e-3), torch.zeros(4_000), -torch.zeros(50)]),
+    "far from zero": draw_laplace(5_000, -0.3, 0.05),
+    "bfloat16": draw_laplace(5_000, 0.0, 1e-3).bfloat16().float(),
+    "half of them zero": torch.cat([draw_laplace(4_000, 0.0, 1e-3), torch.zeros(4_000), -torch.zeros(50)]),
     "three": torch.tensor([0.5, -1.0, 2.0]),
-    "one sided": laplace(1_000, 0.0, 1.0).abs(),
+    "one sided": draw_laplace(1_000, 0.0, 1.0).abs(),
 }
 
 
 @pytest.mark.parametrize("distribution", ["laplace", "gaussian"])
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES.keys())
 def test_the_fit_is_that_of_the_sorted_entries(values: Tensor, distribution: str) -> None:
-    found, wanted = fit_offset([values], distribution), direct(values, distribution)
+    fit, wanted = fit_offset([values], distribution), fit_directly(values, distribution)
     if distribution == "laplace":
-        assert found.loc == wanted.loc
-    assert found.loc == pytest.approx(wanted.loc, rel=1e-9, abs=1e-12)
-    assert found.scale == pytest.approx(wanted.scale, rel=1e-9)
-    assert found.mean_log_likelihood == pytest.approx(wanted.mean_log_likelihood, rel=1e-9)
-    assert found.ks_distance == pytest.approx(wanted.ks_distance, abs=1e-3 if values.mean() < -0.2 else 4e-5)
-    assert found.entries == len(values)
+        assert fit.loc == wanted.loc
+    assert fit.loc == pytest.approx(wanted.loc, rel=1e-9, abs=1e-12)
+    assert fit.scale == pytest.approx(wanted.scale, rel=1e-9)
+    assert fit.mean_log_likelihood == pytest.approx(wanted.mean_log_likelihood, rel=1e-9)
+    assert fit.ks_distance == pytest.approx(wanted.ks_distance, abs=1e-3 if values.mean() < -0.2 else 4e-5)
+    assert fit.entries == len(values)
 
 
 def test_a_laplace_is_recovered_and_told_from_a_gaussian() -> None:
-    values = laplace(200_000, 1e-4, 5e-4)
-    found = fit_offset([values])
-    assert found.loc == pytest.approx(1e-4, abs=5e-6)
-    assert found.scale == pytest.approx(5e-4, rel=0.01)
-    assert found.ks_distance < 0.005
+    values = draw_laplace(200_000, 1e-4, 5e-4)
+    fit = fit_offset([values])
+    assert fit.loc == pytest.approx(1e-4, abs=5e-6)
+    assert fit.scale == pytest.approx(5e-4, rel=0.01)
+    assert fit.ks_distance < 0.005
     other = fit_offset([values], "gaussian")
     assert other.ks_distance > 0.05
-    assert other.mean_log_likelihood < found.mean_log_likelihood
+    assert other.mean_log_likelihood < fit.mean_log_likelihood
 
 
 def test_how_the_entries_are_split_into_tensors_does_not_matter() -> None:
@@ -89,17 +89,17 @@ def test_how_the_entries_are_split_into_tensors_does_not_matter() -> None:
         {"svhn": {"a": first}, "mnist": [second, third]},
         (third, second, first),
     ):
-        found = fit_offset(deltas)
-        assert (found.loc, found.entries) == (whole.loc, whole.entries)
-        assert found.scale == pytest.approx(whole.scale, rel=1e-9)
-        assert found.ks_distance == whole.ks_distance
+        fit = fit_offset(deltas)
+        assert (fit.loc, fit.entries) == (whole.loc, whole.entries)
+        assert fit.scale == pytest.approx(whole.scale, rel=1e-9)
+        assert fit.ks_distance == whole.ks_distance
 
 
 def test_equal_entries_have_no_width() -> None:
     for distribution in ("laplace", "gaussian"):
-        found = fit_offset([torch.full((7,), 0.25)], distribution)
-        assert (found.loc, found.scale, found.ks_distance) == (0.25, 0.0, 0.0)
-        assert found.mean_log_likelihood == math.inf
+        fit = fit_offset([torch.full((7,), 0.25)], distribution)
+        assert (fit.loc, fit.scale, fit.ks_distance) == (0.25, 0.0, 0.0)
+        assert fit.mean_log_likelihood == math.inf
 
 
 def test_what_cannot_be_fitted_is_refused() -> None:
@@ -123,7 +123,7 @@ def test_what_cannot_be_fitted_is_refused() -> None:
 
 @pytest.mark.parametrize("distribution", ["laplace", "gaussian"])
 def test_mergopt_takes_mean_and_scale_from_task_vectors(distribution: str) -> None:
-    deltas = {"w": laplace(50_000, 0.02, 0.01)}
+    deltas = {"w": draw_laplace(50_000, 0.02, 0.01)}
     wanted = fit_offset(deltas, distribution)
     w = nn.Parameter(torch.zeros(200_000))
     optimizer = MergOPT([w], BASES["sgd"], scale="fit", task_vectors=deltas, distribution=distribution, **UNIT)

@@ -18,8 +18,8 @@ from optim.problems import (
     assert_close,
     assert_differ,
     assert_equal_bits,
-    gradients,
-    momentum_step,
+    compute_gradients,
+    take_momentum_step,
     train,
 )
 
@@ -27,24 +27,24 @@ TOLERANCE = 1e-12
 Weights = dict[str, Tensor]
 
 
-def norm(g: Weights) -> Tensor:
+def compute_norm(g: Weights) -> Tensor:
     return sum((t**2).sum() for t in g.values()) ** 0.5
 
 
-def length(rho: float, direction: Weights) -> Tensor:
+def compute_length(rho: float, direction: Weights) -> Tensor:
     """What makes `direction` as long as ρ, with the addition that keeps a zero one finite."""
-    return rho / (norm(direction) + 1e-12)
+    return rho / (compute_norm(direction) + 1e-12)
 
 
-def up(weights: Weights, direction: Weights, factor: Tensor) -> Weights:
+def ascend(weights: Weights, direction: Weights, factor: Tensor) -> Weights:
     return {name: w + factor * direction[name] for name, w in weights.items()}
 
 
-def flat(tensors: Weights) -> Tensor:
+def flatten(tensors: Weights) -> Tensor:
     return torch.cat([t.flatten() for t in tensors.values()])
 
 
-def pieces(values: Tensor, like: Weights) -> Weights:
+def split_like(values: Tensor, like: Weights) -> Weights:
     parts = values.split([t.numel() for t in like.values()])
     return {name: part.view(t.shape) for (name, t), part in zip(like.items(), parts, strict=True)}
 
@@ -52,81 +52,83 @@ def pieces(values: Tensor, like: Weights) -> Weights:
 def test_friendly_sam_equals_a_dense_loop() -> None:
     problem = Problem()
     optimizer = FriendlySAM(problem.model.named_parameters(), BASES["sgd"], rho=0.1, sigma=0.7, lmbda=0.6)
-    weights, velocity, mean = problem.weights(), {}, {}
+    weights, velocity, mean = problem.copy_weights(), {}, {}
     for _ in range(5):
-        g = gradients(problem, weights)
+        g = compute_gradients(problem, weights)
         d = {name: g[name] - 0.7 * mean[name] if mean else g[name] for name in g}
         mean = {name: 0.6 * mean[name] + 0.4 * g[name] if mean else g[name] for name in g}
-        away = up(weights, d, length(0.1, d))
-        momentum_step(weights, velocity, gradients(problem, away))
+        away = ascend(weights, d, compute_length(0.1, d))
+        take_momentum_step(weights, velocity, compute_gradients(problem, away))
         optimizer.step(problem.closure)
         assert_close(problem.weights_seen[-1], away, TOLERANCE)
-        assert_close(problem.weights(), weights, TOLERANCE)
+        assert_close(problem.copy_weights(), weights, TOLERANCE)
 
 
 def test_pgn_equals_a_dense_loop() -> None:
     problem = Problem()
     optimizer = PGN(problem.model.named_parameters(), BASES["sgd"], rho=0.1, alpha=0.7)
-    weights, velocity = problem.weights(), {}
+    weights, velocity = problem.copy_weights(), {}
     for _ in range(5):
-        g = gradients(problem, weights)
-        away = up(weights, g, length(0.1, g))
-        second = gradients(problem, away)
-        momentum_step(weights, velocity, {name: 0.3 * g[name] + 0.7 * second[name] for name in g})
+        g = compute_gradients(problem, weights)
+        away = ascend(weights, g, compute_length(0.1, g))
+        second = compute_gradients(problem, away)
+        take_momentum_step(weights, velocity, {name: 0.3 * g[name] + 0.7 * second[name] for name in g})
         optimizer.step(problem.closure)
         assert_close(problem.weights_seen[-1], away, TOLERANCE)
-        assert_close(problem.weights(), weights, TOLERANCE)
+        assert_close(problem.copy_weights(), weights, TOLERANCE)
 
 
 def test_pgn_follows_the_gradient_of_the_loss_plus_lambda_times_the_norm_of_its_gradient() -> None:
     """Against the definition: the Hessian-vector product that the two evaluations stand for."""
     problem = Problem()
     alpha, r = 0.8, 1e-5
-    weights = problem.weights()
+    weights = problem.copy_weights()
 
-    def penalized(w: Weights) -> Tensor:
+    def compute_penalized(w: Weights) -> Tensor:
         logits = torch.func.functional_call(problem.model, w, (problem.x,))
-        return nn.functional.cross_entropy(logits, problem.y) + alpha * r * norm(gradients(problem, w))
+        return nn.functional.cross_entropy(logits, problem.y) + alpha * r * compute_norm(
+            compute_gradients(problem, w)
+        )
 
-    wanted = torch.func.grad(penalized)(weights)
-    plain = gradients(problem, weights)
+    wanted = torch.func.grad(compute_penalized)(weights)
+    plain = compute_gradients(problem, weights)
     optimizer = PGN(problem.model.named_parameters(), partial(torch.optim.SGD, lr=1.0), rho=r, alpha=alpha)
     optimizer.step(problem.closure)
-    penalty = {name: (weights[name] - w - plain[name]) / r for name, w in problem.weights().items()}
+    penalty = {name: (weights[name] - w - plain[name]) / r for name, w in problem.copy_weights().items()}
     assert_close(penalty, {name: (wanted[name] - plain[name]) / r for name in wanted}, 1e-3)
 
 
 def test_sagm_equals_a_dense_loop() -> None:
     problem = Problem()
     optimizer = SAGM(problem.model.named_parameters(), BASES["sgd"], rho=0.1, alpha=0.03)
-    weights, velocity = problem.weights(), {}
+    weights, velocity = problem.copy_weights(), {}
     for _ in range(5):
-        g = gradients(problem, weights)
-        away = up(weights, g, length(0.1, g) - 0.03)
-        second = gradients(problem, away)
-        momentum_step(weights, velocity, {name: (g[name] + second[name]) / 2 for name in g})
+        g = compute_gradients(problem, weights)
+        away = ascend(weights, g, compute_length(0.1, g) - 0.03)
+        second = compute_gradients(problem, away)
+        take_momentum_step(weights, velocity, {name: (g[name] + second[name]) / 2 for name in g})
         optimizer.step(problem.closure)
         assert_close(problem.weights_seen[-1], away, TOLERANCE)
-        assert_close(problem.weights(), weights, TOLERANCE)
+        assert_close(problem.copy_weights(), weights, TOLERANCE)
 
 
 def test_ssamf_equals_a_dense_loop() -> None:
     problem = Problem()
     optimizer = SSAMF(problem.model.named_parameters(), BASES["sgd"], rho=0.1, sparsity=0.6, every=2)
-    weights, velocity = problem.weights(), {}
-    total = torch.zeros_like(flat(weights))
+    weights, velocity = problem.copy_weights(), {}
+    total = torch.zeros_like(flatten(weights))
     for step in range(5):
-        g = gradients(problem, weights)
-        total += flat(g) ** 2
+        g = compute_gradients(problem, weights)
+        total += flatten(g) ** 2
         if step % 2 == 0:
             chosen = total.topk(int(len(total) * 0.4)).indices
-            mask = pieces(torch.zeros_like(total).index_fill(0, chosen, 1), weights)
+            mask = split_like(torch.zeros_like(total).index_fill(0, chosen, 1), weights)
             total = torch.zeros_like(total)
-        away = up(weights, {name: g[name] * mask[name] for name in g}, length(0.1, g))
-        momentum_step(weights, velocity, gradients(problem, away))
+        away = ascend(weights, {name: g[name] * mask[name] for name in g}, compute_length(0.1, g))
+        take_momentum_step(weights, velocity, compute_gradients(problem, away))
         optimizer.step(problem.closure)
         assert_close(problem.weights_seen[-1], away, TOLERANCE)
-        assert_close(problem.weights(), weights, TOLERANCE)
+        assert_close(problem.copy_weights(), weights, TOLERANCE)
 
 
 def test_ssamd_equals_a_dense_loop() -> None:
@@ -142,50 +144,50 @@ def test_ssamd_equals_a_dense_loop() -> None:
         every=2,
         seed=seed,
     )
-    weights, velocity = problem.weights(), {}
-    count = len(flat(weights))
+    weights, velocity = problem.copy_weights(), {}
+    count = len(flatten(weights))
     live = count - math.ceil(count * sparsity)
 
-    def random(step: int, what: str) -> Tensor:
+    def draw(step: int, what: str) -> Tensor:
         generator = torch.Generator().manual_seed(hash_bits(seed, step, what))
         return torch.empty(count).normal_(generator=generator)
 
     mask = torch.zeros(count, dtype=torch.bool)
-    mask[random(0, "mask").topk(live).indices] = True
+    mask[draw(0, "mask").topk(live).indices] = True
     for step in range(steps):
-        g = gradients(problem, weights)
-        shown = pieces(mask.double(), weights)
-        away = up(weights, {name: g[name] * shown[name] for name in g}, length(0.1, g))
+        g = compute_gradients(problem, weights)
+        shown = split_like(mask.double(), weights)
+        away = ascend(weights, {name: g[name] * shown[name] for name in g}, compute_length(0.1, g))
         if step % 2 == 0:
             going = int(live * 0.25 * (1 + math.cos(math.pi * step / steps)))
-            smallest = flat(g).abs().masked_fill(~mask, math.inf).topk(going, largest=False).indices
-            luckiest = random(step, "growth").masked_fill(mask, -math.inf).topk(going).indices
+            smallest = flatten(g).abs().masked_fill(~mask, math.inf).topk(going, largest=False).indices
+            luckiest = draw(step, "growth").masked_fill(mask, -math.inf).topk(going).indices
             mask = mask.index_fill(0, smallest, False).index_fill(0, luckiest, True)
             assert int(mask.sum()) == live
-        momentum_step(weights, velocity, gradients(problem, away))
+        take_momentum_step(weights, velocity, compute_gradients(problem, away))
         optimizer.step(problem.closure)
         assert_close(problem.weights_seen[-1], away, TOLERANCE)
-        assert_close(problem.weights(), weights, TOLERANCE)
+        assert_close(problem.copy_weights(), weights, TOLERANCE)
 
 
 @pytest.mark.parametrize("alpha", [1.0, 0.6])
 def test_rwp_equals_a_dense_loop(alpha: float) -> None:
     problem = Problem()
     optimizer = RWP(problem.model.named_parameters(), BASES["sgd"], gamma=0.03, alpha=alpha, seed=4)
-    weights, velocity = problem.weights(), {}
+    weights, velocity = problem.copy_weights(), {}
     for step in range(5):
         generator = torch.Generator().manual_seed(hash_bits(4, step, "offset"))
-        z = torch.empty(len(flat(weights)), dtype=torch.float64).normal_(generator=generator)
+        z = torch.empty(len(flatten(weights)), dtype=torch.float64).normal_(generator=generator)
         away = {}
-        for name, part in pieces(z, weights).items():
+        for name, part in split_like(z, weights).items():
             w = weights[name]
             size = w.flatten(1).norm(dim=1, keepdim=True) if w.ndim > 1 else w.flatten().norm()
             away[name] = w + 0.03 * size * part
-        g, second = gradients(problem, weights), gradients(problem, away)
-        momentum_step(weights, velocity, {n: (1 - alpha) * g[n] + alpha * second[n] for n in g})
+        g, second = compute_gradients(problem, weights), compute_gradients(problem, away)
+        take_momentum_step(weights, velocity, {n: (1 - alpha) * g[n] + alpha * second[n] for n in g})
         optimizer.step(problem.closure)
         assert_close(problem.weights_seen[-1], away, TOLERANCE)
-        assert_close(problem.weights(), weights, TOLERANCE)
+        assert_close(problem.copy_weights(), weights, TOLERANCE)
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -217,15 +219,15 @@ def test_with_nothing_left_of_it_it_is_the_base_bit_for_bit(make) -> None:
     plain = Problem()
     reference = BASES["adamw"](plain.model.parameters())
     for _ in range(4):
-        reference.step(plain.zeroing_closure)
-    assert_equal_bits(train(make, "adamw", 4), plain.weights())
+        reference.step(plain.run_closure_that_zeroes)
+    assert_equal_bits(train(make, "adamw", 4), plain.copy_weights())
 
 
 def test_largest_takes_exactly_so_many_and_of_equal_ones_the_first() -> None:
     scores = torch.tensor([1.0, 3.0, 1.0, 2.0, 1.0])
     wanted = {0: [], 1: [1], 2: [1, 3], 3: [0, 1, 3], 4: [0, 1, 2, 3], 5: [0, 1, 2, 3, 4]}
-    for count, places in wanted.items():
-        assert select_largest(scores, count).nonzero().flatten().tolist() == places
+    for count, indices in wanted.items():
+        assert select_largest(scores, count).nonzero().flatten().tolist() == indices
 
 
 def test_a_mask_exchanges_no_more_than_there_is() -> None:
@@ -241,12 +243,14 @@ def test_a_mask_exchanges_no_more_than_there_is() -> None:
 def test_a_given_fisher_chooses_the_mask_and_is_kept_over_a_checkpoint() -> None:
     problem = Problem()
     optimizer = SSAMF(problem.model.named_parameters(), BASES["sgd"], sparsity=0.5, every=1)
-    fisher = {name: torch.full_like(w, float(name == "fc1.weight")) for name, w in problem.weights().items()}
+    fisher = {
+        name: torch.full_like(w, float(name == "fc1.weight")) for name, w in problem.copy_weights().items()
+    }
     optimizer.use_fisher({**fisher, "head": torch.ones(3)})
     twin = SSAMF(problem.model.named_parameters(), BASES["sgd"])
     twin.load_state_dict(optimizer.state_dict())
     for chosen in (optimizer, twin):
-        start = problem.weights()
+        start = problem.copy_weights()
         chosen.step(problem.closure)
         moved = {name: not torch.equal(w, start[name]) for name, w in problem.weights_seen[-1].items()}
         assert moved["fc1.weight"]
@@ -256,7 +260,7 @@ def test_a_given_fisher_chooses_the_mask_and_is_kept_over_a_checkpoint() -> None
 
 def test_a_fisher_that_does_not_fit_is_refused() -> None:
     problem = Problem()
-    fisher = {name: torch.zeros_like(w) for name, w in problem.weights().items()}
+    fisher = {name: torch.zeros_like(w) for name, w in problem.copy_weights().items()}
     fisher["scale"] = torch.zeros(2)
     del fisher["fc2.bias"]
     optimizer = SSAMF(problem.model.named_parameters(), BASES["sgd"])
@@ -287,9 +291,9 @@ def test_rwp_with_and_without_closure_give_the_same_weights() -> None:
         optimizer.zero_grad()
         open_loop.closure()
         optimizer.step()
-    assert_differ(open_loop.weights(), closed.weights())
+    assert_differ(open_loop.copy_weights(), closed.copy_weights())
     optimizer.eval()
-    assert_equal_bits(open_loop.weights(), closed.weights())
+    assert_equal_bits(open_loop.copy_weights(), closed.copy_weights())
 
 
 @pytest.mark.parametrize("make", [partial(RWP, alpha=0.5)], ids=["rwp"])

@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 
-def loaded() -> list[str]:
+def list_loaded() -> list[str]:
     """Modules of Triton, without what is compiled, which Python can load but once."""
     names = [name for name in sys.modules if name.partition(".")[0] == "triton"]
     return [name for name in names if not name.startswith("triton._C")]
@@ -23,11 +23,11 @@ def kernels():
     """With a Triton of its own, for functions of Triton's library are interpreted only if they were made so."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        for name in loaded():
+        for name in list_loaded():
             patch.delitem(sys.modules, name)
         patch.delitem(sys.modules, "mergekit_lab.optim.gpu_noise", raising=False)
         yield importlib.import_module("mergekit_lab.optim.gpu_noise")
-        for name in loaded():
+        for name in list_loaded():
             del sys.modules[name]
     sys.modules.pop("mergekit_lab.optim.gpu_noise", None)
 

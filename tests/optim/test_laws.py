@@ -37,18 +37,18 @@ every_dtype = pytest.mark.parametrize(
 
 def test_every_public_optimizer_and_every_option_is_under_these_laws() -> None:
     assert LIMITS.keys() == OPTIMIZERS.keys()
-    built = {repr_of(make) for make in OPTIMIZERS.values()}
-    public = {name for name in optim.__all__ if issubclass_of_optimizer(getattr(optim, name))}
+    built = {describe(make) for make in OPTIMIZERS.values()}
+    public = {name for name in optim.__all__ if is_optimizer_class(getattr(optim, name))}
     assert {cls for cls, _ in built} == public
     assert {option for cls, option in built if cls == "ASAM"} == {"samsung", "saft", "printed"}
     assert {option for cls, option in built if cls == "MergOPT"} == {"laplace", "gaussian"}
 
 
-def issubclass_of_optimizer(thing: Any) -> bool:
-    return isinstance(thing, type) and issubclass(thing, torch.optim.Optimizer)
+def is_optimizer_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
 
 
-def repr_of(make: Any) -> tuple[str, str]:
+def describe(make: Any) -> tuple[str, str]:
     optimizer = make(Net().named_parameters(), base=BASES["sgd"])
     option = getattr(optimizer, "scaling", None) or getattr(optimizer, "distribution", "")
     return type(optimizer).__name__, option
@@ -68,7 +68,7 @@ def test_without_radius_or_scale_it_is_the_base_bit_for_bit_and_evaluates_once(m
         reference.zero_grad()
         plain.closure()
         reference.step()
-        assert_equal_bits(ours.weights(), plain.weights())
+        assert_equal_bits(ours.copy_weights(), plain.copy_weights())
         assert len(ours.losses) == step + 1
 
 
@@ -77,8 +77,8 @@ def test_it_differs_from_its_base_in_every_tensor(make) -> None:
     plain = Problem()
     reference = BASES["sgd"](plain.model.parameters())
     for _ in range(2):
-        reference.step(plain.zeroing_closure)
-    assert_differ(train(make, "sgd", 2), plain.weights())
+        reference.step(plain.run_closure_that_zeroes)
+    assert_differ(train(make, "sgd", 2), plain.copy_weights())
 
 
 @every_optimizer
@@ -121,10 +121,10 @@ def test_a_loss_that_is_no_tensor_is_returned_as_it_is(make, value) -> None:
 def test_weights_move_for_the_evaluation_and_come_back_bit_for_bit(make, dtype) -> None:
     problem = Problem(dtype)
     optimizer = make(problem.model.named_parameters(), base=partial(torch.optim.SGD, lr=0.0))
-    start = problem.weights()
+    start = problem.copy_weights()
     for _ in range(3):
         optimizer.step(problem.closure)
-        assert_equal_bits(problem.weights(), start)
+        assert_equal_bits(problem.copy_weights(), start)
         assert_differ(problem.weights_seen[-1], start)
 
 
@@ -132,28 +132,28 @@ def test_weights_move_for_the_evaluation_and_come_back_bit_for_bit(make, dtype) 
 def test_weights_come_back_when_the_closure_fails_where_they_were_moved(make) -> None:
     problem = Problem()
     optimizer = make(problem.model.named_parameters(), base=BASES["sgd"])
-    start = problem.weights()
+    start = problem.copy_weights()
 
     def closure() -> Tensor:
         loss = problem.closure()
         if len(problem.losses) == optimizer.evaluations_per_step:
-            assert_differ(problem.weights(), start)
+            assert_differ(problem.copy_weights(), start)
             raise RuntimeError("out of memory")
         return loss
 
     with pytest.raises(RuntimeError, match="out of memory"):
         optimizer.step(closure)
-    assert_equal_bits(problem.weights(), start)
+    assert_equal_bits(problem.copy_weights(), start)
 
 
 @every_optimizer
 def test_a_closure_may_zero_gradients_or_leave_them(make) -> None:
     plain, zeroing = Problem(), Problem()
-    for problem, closure in ((plain, plain.closure), (zeroing, zeroing.zeroing_closure)):
+    for problem, closure in ((plain, plain.closure), (zeroing, zeroing.run_closure_that_zeroes)):
         optimizer = make(problem.model.named_parameters(), base=BASES["adamw"])
         for _ in range(3):
             optimizer.step(closure)
-    assert_equal_bits(plain.weights(), zeroing.weights())
+    assert_equal_bits(plain.copy_weights(), zeroing.copy_weights())
 
 
 @pytest.mark.parametrize("steps", [0, 2])
@@ -163,15 +163,15 @@ def test_gradients_that_no_step_has_used_are_refused_until_they_are_dropped(make
     optimizer = make(problem.model.named_parameters(), base=BASES["sgd"])
     for _ in range(steps):
         optimizer.step(problem.closure)
-    start = problem.weights()
+    start = problem.copy_weights()
     problem.closure()
     for _ in range(2):
         with pytest.raises(InputError, match=r"fc1\.bias.*optimizer\.zero_grad\(\)"):
             optimizer.step(problem.closure)
-        assert_equal_bits(problem.weights(), start)
+        assert_equal_bits(problem.copy_weights(), start)
     optimizer.zero_grad()
     optimizer.step(problem.closure)
-    assert_equal_bits(problem.weights(), train(make, "sgd", steps + 1))
+    assert_equal_bits(problem.copy_weights(), train(make, "sgd", steps + 1))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_gradients_that_a_step_has_used_may_stay_or_be_zeroed(make, between) -> 
     for _ in range(3):
         between(problem.model, optimizer)
         optimizer.step(problem.closure)
-    assert_equal_bits(problem.weights(), train(make, "sgd", 3))
+    assert_equal_bits(problem.copy_weights(), train(make, "sgd", 3))
 
 
 @every_optimizer
@@ -218,7 +218,7 @@ def test_the_closure_has_gradients_enabled_under_no_grad(make) -> None:
     optimizer = make(problem.model.named_parameters(), base=BASES["sgd"])
     with torch.no_grad():
         optimizer.step(problem.closure)
-    assert_equal_bits(problem.weights(), train(make, "sgd", 1))
+    assert_equal_bits(problem.copy_weights(), train(make, "sgd", 1))
 
 
 @every_optimizer
@@ -228,10 +228,10 @@ def test_a_scheduler_of_the_optimizer_acts_on_the_base(make) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 2 else 0.0)
     assert optimizer.param_groups is optimizer.base.param_groups
     for moves in (True, True, False, False):
-        before = problem.weights()
+        before = problem.copy_weights()
         optimizer.step(problem.closure)
         scheduler.step()
-        (assert_differ if moves else assert_equal_bits)(problem.weights(), before)
+        (assert_differ if moves else assert_equal_bits)(problem.copy_weights(), before)
         if isinstance(optimizer, Averaging):
             optimizer.train()  # an average goes on moving when θ stands still
 
@@ -242,11 +242,11 @@ def test_frozen_and_unused_parameters_stay_where_they_are(make) -> None:
     problem.model.fc1.weight.requires_grad_(False)
     problem.model.register_parameter("unused", nn.Parameter(torch.ones(3, dtype=torch.float64)))
     optimizer = make(problem.model.named_parameters(), base=BASES["adamw"])
-    start = problem.weights()
+    start = problem.copy_weights()
     for _ in range(2):
         optimizer.step(problem.closure)
         assert torch.equal(problem.weights_seen[-1]["fc1.weight"], start["fc1.weight"])
-    after = problem.weights()
+    after = problem.copy_weights()
     for name in ("fc1.weight", "unused"):
         assert torch.equal(after.pop(name), start.pop(name))
     assert_differ(after, start)
@@ -270,9 +270,9 @@ def test_a_zero_gradient_moves_nothing_and_stays_finite(make) -> None:
 def test_a_closure_without_backward_leaves_the_weights(make) -> None:
     problem = Problem()
     optimizer = make(problem.model.named_parameters(), base=BASES["adamw"])
-    start = problem.weights()
+    start = problem.copy_weights()
     assert optimizer.step(lambda: None) is None
-    assert_equal_bits(problem.weights(), start)
+    assert_equal_bits(problem.copy_weights(), start)
 
 
 @every_optimizer
@@ -300,23 +300,23 @@ def test_groups_of_named_parameters_keep_their_options_and_change_nothing_else(m
     assert [group["lr"] for group in optimizer.base.param_groups] == [0.1, 0.0]
     optimizer.step(problem.closure)
     whole = train(make, "sgd", 1)
-    start = Problem().weights()
+    start = Problem().copy_weights()
     for i, (name, p) in enumerate(named):
         assert torch.equal(p, (whole if i < 3 else start)[name]), name
 
 
 @every_optimizer
 def test_a_base_may_regroup_the_parameters_it_is_given(make) -> None:
-    def no_decay_on_vectors(params: list[Tensor]) -> torch.optim.Optimizer:
+    def make_without_decay_on_vectors(params: list[Tensor]) -> torch.optim.Optimizer:
         matrices, others = ([p for p in params if (p.ndim > 1) is wide] for wide in (True, False))
         return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}])
 
     problem = Problem()
-    optimizer = make(problem.model.named_parameters(), base=no_decay_on_vectors)
+    optimizer = make(problem.model.named_parameters(), base=make_without_decay_on_vectors)
     assert optimizer.param_groups[0]["param_names"] == ["fc1.weight", "fc2.weight"]
-    start = problem.weights()
+    start = problem.copy_weights()
     optimizer.step(problem.closure)
-    assert_differ(problem.weights(), start)
+    assert_differ(problem.copy_weights(), start)
 
 
 @every_optimizer
@@ -326,7 +326,7 @@ def test_the_groups_of_another_torch_optimizer_are_taken_with_their_names(make) 
     optimizer = make(theirs.param_groups, base=torch.optim.SGD)
     assert optimizer.param_groups[0]["param_names"] == [name for name, _ in problem.model.named_parameters()]
     optimizer.step(problem.closure)
-    assert_equal_bits(problem.weights(), train(make, "sgd", 1))
+    assert_equal_bits(problem.copy_weights(), train(make, "sgd", 1))
 
 
 @every_optimizer
@@ -336,9 +336,9 @@ def test_an_added_group_is_moved_and_trained(make) -> None:
     optimizer = make(named[:2], base=BASES["sgd"])
     optimizer.add_param_group({"params": named[2:], "lr": 0.01})
     assert optimizer.param_groups[1]["param_names"] == [name for name, _ in named[2:]]
-    start = problem.weights()
+    start = problem.copy_weights()
     optimizer.step(problem.closure)
-    assert_differ(problem.weights(), start)
+    assert_differ(problem.copy_weights(), start)
     if make in MOVING.values():
         assert_differ(problem.weights_seen[-1], start)
 
@@ -348,14 +348,14 @@ def test_names_are_not_needed_where_the_method_does_not_read_them(name) -> None:
     problem = Problem()
     optimizer = OPTIMIZERS[name](problem.model.parameters(), base=BASES["sgd"])
     optimizer.step(problem.closure)
-    assert_equal_bits(problem.weights(), train(OPTIMIZERS[name], "sgd", 1))
+    assert_equal_bits(problem.copy_weights(), train(OPTIMIZERS[name], "sgd", 1))
 
 
 @pytest.mark.parametrize("name", ["sam", "asam-saft"])
 def test_the_norm_is_over_all_parameters_together(name) -> None:
     problem = Problem()
     optimizer = OPTIMIZERS[name](problem.model.named_parameters(), base=BASES["sgd"])
-    start = problem.weights()
+    start = problem.copy_weights()
     optimizer.step(problem.closure)
     size = 1 if name == "sam" else torch.cat([w.flatten().abs() for w in start.values()])
     moved = torch.cat([(w - start[n]).flatten() for n, w in problem.weights_seen[-1].items()])

@@ -33,7 +33,7 @@ ADAMW = BASES["adamw"]
 def test_automatic_optimization_gives_the_weights_of_a_plain_loop(make) -> None:
     problem = Problem()
     fit(Lit(problem, partial(make, base=ADAMW)), 4, precision="64-true")
-    assert_equal_bits(problem.weights(), train(make, "adamw", 4))
+    assert_equal_bits(problem.copy_weights(), train(make, "adamw", 4))
 
 
 @every_optimizer
@@ -51,23 +51,23 @@ def test_bf16_mixed_gives_the_weights_of_autocast_in_a_plain_loop(make) -> None:
     for _ in range(3):
         optimizer.step(closure)
     assert all(p.dtype is torch.float32 for p in lit.model.parameters())
-    assert_equal_bits(lit.weights(), plain.weights())
+    assert_equal_bits(lit.copy_weights(), plain.copy_weights())
 
 
 @pytest.mark.parametrize("name", ["mergopt-laplace", "rwp", "swa"])
 def test_accumulated_micro_batches_share_one_offset_and_are_the_whole_batch(name) -> None:
     problem = Problem()
     fit(Lit(problem, partial(OPTIMIZERS[name], base=ADAMW)), 3, parts=2, precision="64-true")
-    assert_close(problem.weights(), train(OPTIMIZERS[name], "adamw", 3), 1e-9)
+    assert_close(problem.copy_weights(), train(OPTIMIZERS[name], "adamw", 3), 1e-9)
 
 
 def test_accumulation_with_two_evaluations_is_refused_before_the_first_step() -> None:
     problem = Problem()
-    start = problem.weights()
+    start = problem.copy_weights()
     with pytest.raises(InputError, match=r"SAM .*set accumulate_grad_batches to 1"):
         fit(Lit(problem, partial(SAM, base=ADAMW)), 3, parts=2, precision="64-true")
     assert problem.losses == []
-    assert_equal_bits(problem.weights(), start)
+    assert_equal_bits(problem.copy_weights(), start)
 
 
 class Unprepared(Lit):
@@ -83,10 +83,10 @@ class Unprepared(Lit):
 @every_optimizer
 def test_accumulation_in_a_module_that_does_not_ask_is_refused_at_its_first_step(make) -> None:
     problem = Problem()
-    start = problem.weights()
+    start = problem.copy_weights()
     with pytest.raises(InputError, match="accumulate_grad_batches"):
         fit(Unprepared(problem, partial(make, base=ADAMW)), 3, parts=2, precision="64-true")
-    assert_equal_bits(problem.weights(), start)
+    assert_equal_bits(problem.copy_weights(), start)
 
 
 @every_optimizer
@@ -94,17 +94,17 @@ def test_lightning_s_own_clipping_is_no_gradient_from_before_the_step(make) -> N
     problem = Problem()
     module = Unprepared(problem, partial(make, base=ADAMW))
     fit(module, 3, precision="64-true", gradient_clip_val=1e6)
-    assert_equal_bits(problem.weights(), train(make, "adamw", 3))
+    assert_equal_bits(problem.copy_weights(), train(make, "adamw", 3))
 
 
 @pytest.mark.parametrize("make", [SAM, PGN, MergOPT, partial(SWA, steps=9, start=0)])
 def test_a_hook_on_the_base_clips_the_gradient_that_the_weights_follow(make) -> None:
     """At rate 1 a step of SGD moves the weights by the clipped norm."""
     problem = Problem()
-    start = problem.weights()
+    start = problem.copy_weights()
     sgd = partial(torch.optim.SGD, lr=1.0)
     fit(Lit(problem, partial(make, base=sgd), clip=1e-3), 1, precision="64-true")
-    moved = torch.cat([(w - start[name]).flatten() for name, w in problem.weights().items()]).norm()
+    moved = torch.cat([(w - start[name]).flatten() for name, w in problem.copy_weights().items()]).norm()
     assert moved.item() == pytest.approx(1e-3, rel=1e-4)
 
 
@@ -159,4 +159,4 @@ def test_resumed_from_a_checkpoint_equals_uninterrupted_bit_for_bit(make, tmp_pa
             for p in problem.model.parameters():
                 p.zero_()
         fit(Lit(problem, partial(make, base=ADAMW)), 6, ckpt=tmp_path / "last.ckpt", precision="64-true")
-        assert_equal_bits(problem.weights(), train(make, "adamw", 6))
+        assert_equal_bits(problem.copy_weights(), train(make, "adamw", 6))

@@ -24,24 +24,24 @@ def build(seed: int = 0, base: str = "adamw") -> tuple[Problem, MergOPT]:
     return problem, strong(problem.model.named_parameters(), base=BASES[base], seed=seed)
 
 
-def loop_step(problem: Problem, optimizer: MergOPT) -> None:
+def step_in_loop(problem: Problem, optimizer: MergOPT) -> None:
     """One step as a plain loop takes it, without a closure."""
     optimizer.zero_grad()
     problem.closure()
     assert optimizer.step() is None
 
 
-def offsets(params: list[Tensor], steps: int, **options) -> list[Tensor]:
+def collect_offsets(params: list[Tensor], steps: int, **options) -> list[Tensor]:
     """The first parameter's offset at each step; the weights stay where they are."""
     optimizer = MergOPT(params, base=FROZEN, **options)
-    found = []
+    changes = []
     for _ in range(steps):
         theta = params[0].detach().clone()
         optimizer.train()
-        found.append(params[0].detach() - theta)
+        changes.append(params[0].detach() - theta)
         optimizer.eval()
         optimizer.step(lambda: None)
-    return found
+    return changes
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -53,71 +53,71 @@ def test_with_and_without_closure_give_the_same_weights_and_losses(base) -> None
     open_loop, optimizer = build(base=base)
     optimizer.train()
     for _ in range(4):
-        loop_step(open_loop, optimizer)
+        step_in_loop(open_loop, optimizer)
     optimizer.eval()
 
     in_train_mode, optimizer = build(base=base)
     optimizer.train()
     for _ in range(4):
-        optimizer.step(in_train_mode.zeroing_closure)
+        optimizer.step(in_train_mode.run_closure_that_zeroes)
     optimizer.eval()
 
     assert closed.losses == open_loop.losses == in_train_mode.losses
-    assert_equal_bits(open_loop.weights(), closed.weights())
-    assert_equal_bits(in_train_mode.weights(), closed.weights())
+    assert_equal_bits(open_loop.copy_weights(), closed.copy_weights())
+    assert_equal_bits(in_train_mode.copy_weights(), closed.copy_weights())
 
 
 def test_train_and_eval_are_idempotent_and_eval_is_theta_bit_for_bit() -> None:
     problem, optimizer = build()
     for _ in range(3):
-        theta = problem.weights()
+        theta = problem.copy_weights()
         optimizer.eval()
-        assert_equal_bits(problem.weights(), theta)
+        assert_equal_bits(problem.copy_weights(), theta)
         optimizer.train()
-        away = problem.weights()
+        away = problem.copy_weights()
         assert_differ(away, theta)
         optimizer.train()
-        assert_equal_bits(problem.weights(), away)
+        assert_equal_bits(problem.copy_weights(), away)
         optimizer.eval()
         optimizer.eval()
-        assert_equal_bits(problem.weights(), theta)
+        assert_equal_bits(problem.copy_weights(), theta)
         optimizer.train()
-        assert_equal_bits(problem.weights(), away)
-        loop_step(problem, optimizer)
+        assert_equal_bits(problem.copy_weights(), away)
+        step_in_loop(problem, optimizer)
         optimizer.eval()
-        assert_differ(problem.weights(), theta)
+        assert_differ(problem.copy_weights(), theta)
 
 
 def test_step_without_closure_moves_on_to_the_point_that_train_would_reach() -> None:
     problem, optimizer = build()
     optimizer.train()
-    loop_step(problem, optimizer)
-    away = problem.weights()
+    step_in_loop(problem, optimizer)
+    away = problem.copy_weights()
     optimizer.eval()
     optimizer.train()
-    assert_equal_bits(problem.weights(), away)
+    assert_equal_bits(problem.copy_weights(), away)
 
 
 def test_step_without_closure_is_refused_in_eval_mode() -> None:
     problem, optimizer = build()
     problem.closure()
-    start = problem.weights()
+    start = problem.copy_weights()
     with pytest.raises(InputError, match=r"optimizer\.train\(\).*16-mixed"):
         optimizer.step()
-    assert_equal_bits(problem.weights(), start)
+    assert_equal_bits(problem.copy_weights(), start)
 
 
 def test_saved_in_train_mode_and_resumed_equals_uninterrupted() -> None:
     whole, optimizer = build()
     optimizer.train()
     for _ in range(5):
-        loop_step(whole, optimizer)
+        step_in_loop(whole, optimizer)
     optimizer.eval()
 
     first, optimizer = build()
     optimizer.train()
     for _ in range(2):
-        loop_step(first, optimizer)
+        step_in_loop(first, optimizer)
     state = optimizer.state_dict()
     optimizer.eval()
     second, resumed = build(seed=99)
@@ -125,19 +125,19 @@ def test_saved_in_train_mode_and_resumed_equals_uninterrupted() -> None:
     resumed.load_state_dict(state)
     resumed.train()
     for _ in range(3):
-        loop_step(second, resumed)
+        step_in_loop(second, resumed)
     resumed.eval()
-    assert_equal_bits(second.weights(), whole.weights())
+    assert_equal_bits(second.copy_weights(), whole.copy_weights())
 
 
 def test_loading_in_train_mode_is_refused() -> None:
     problem, optimizer = build()
     state = optimizer.state_dict()
     optimizer.train()
-    away = problem.weights()
+    away = problem.copy_weights()
     with pytest.raises(InputError, match=r"optimizer\.eval\(\).*load_state_dict"):
         optimizer.load_state_dict(state)
-    assert_equal_bits(problem.weights(), away)
+    assert_equal_bits(problem.copy_weights(), away)
 
 
 def test_micro_batches_accumulate_in_train_mode() -> None:
@@ -151,7 +151,7 @@ def test_micro_batches_accumulate_in_train_mode() -> None:
         (0.5 * nn.functional.cross_entropy(parts.model(x[half]), y[half])).backward()
     optimizer.step()
     optimizer.eval()
-    assert_close(parts.weights(), whole.weights(), 1e-12)
+    assert_close(parts.copy_weights(), whole.copy_weights(), 1e-12)
 
 
 def test_micro_batches_accumulate_in_train_mode_with_the_last_one_in_a_closure() -> None:
@@ -163,15 +163,15 @@ def test_micro_batches_accumulate_in_train_mode_with_the_last_one_in_a_closure()
     optimizer.train()
     optimizer.zero_grad()
 
-    def half(rows: slice) -> Tensor:
+    def compute_half(rows: slice) -> Tensor:
         loss = 0.5 * nn.functional.cross_entropy(parts.model(parts.x[rows]), parts.y[rows])
         loss.backward()
         return loss
 
-    half(slice(0, 6))
-    optimizer.step(lambda: half(slice(6, 12)))
+    compute_half(slice(0, 6))
+    optimizer.step(lambda: compute_half(slice(6, 12)))
     optimizer.eval()
-    assert_close(parts.weights(), whole.weights(), 1e-12)
+    assert_close(parts.copy_weights(), whole.copy_weights(), 1e-12)
 
 
 def test_a_sparse_gradient_is_refused_without_a_closure_too() -> None:
@@ -187,42 +187,42 @@ def test_train_and_eval_reach_the_weights_through_a_stand_in() -> None:
     """Lightning hands out an object of a derived class whose attributes live elsewhere."""
     problem, optimizer = build()
 
-    class StandIn(MergOPT):
+    class MergOPTStandIn(MergOPT):
         def __init__(self, real: MergOPT) -> None:
             self._real = real
 
         def __getattr__(self, name: str) -> object:
             return getattr(self._real, name)
 
-    theta = problem.weights()
-    StandIn(optimizer).train()
-    away = problem.weights()
+    theta = problem.copy_weights()
+    MergOPTStandIn(optimizer).train()
+    away = problem.copy_weights()
     assert_differ(away, theta)
     optimizer.train()
-    assert_equal_bits(problem.weights(), away)
-    StandIn(optimizer).eval()
-    assert_equal_bits(problem.weights(), theta)
+    assert_equal_bits(problem.copy_weights(), away)
+    MergOPTStandIn(optimizer).eval()
+    assert_equal_bits(problem.copy_weights(), theta)
 
 
 def test_a_closure_that_fails_in_train_mode_leaves_the_offset_point() -> None:
     problem, optimizer = build()
     optimizer.train()
-    away = problem.weights()
+    away = problem.copy_weights()
 
     def closure() -> Tensor:
         raise RuntimeError("no data")
 
     with pytest.raises(RuntimeError, match="no data"):
         optimizer.step(closure)
-    assert_equal_bits(problem.weights(), away)
+    assert_equal_bits(problem.copy_weights(), away)
 
 
 def test_offset_is_a_function_of_seed_and_step_only() -> None:
     torch.manual_seed(0)
-    one = offsets([nn.Parameter(torch.zeros(50))], 4, seed=5, **UNIT)
+    one = collect_offsets([nn.Parameter(torch.zeros(50))], 4, seed=5, **UNIT)
     torch.manual_seed(1)
-    other = offsets([nn.Parameter(torch.zeros(50))], 4, seed=5, **UNIT)
-    reseeded = offsets([nn.Parameter(torch.zeros(50))], 4, seed=6, **UNIT)
+    other = collect_offsets([nn.Parameter(torch.zeros(50))], 4, seed=5, **UNIT)
+    reseeded = collect_offsets([nn.Parameter(torch.zeros(50))], 4, seed=6, **UNIT)
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     distinct = [*one, *reseeded]
     assert len({tuple(z.tolist()) for z in distinct}) == len(distinct)
@@ -230,7 +230,7 @@ def test_offset_is_a_function_of_seed_and_step_only() -> None:
 
 def test_offset_leaves_the_global_random_state_alone() -> None:
     before = torch.get_rng_state()
-    offsets([nn.Parameter(torch.zeros(50))], 3)
+    collect_offsets([nn.Parameter(torch.zeros(50))], 3)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -245,8 +245,8 @@ def test_parameters_get_independent_offsets() -> None:
 def test_coefficient_and_number_of_experts_are_uniform_and_independent() -> None:
     coefficients, steps = (0.15, 0.35, 0.7), 3000
     w = [nn.Parameter(torch.zeros((), dtype=torch.float64))]
-    found = offsets(w, steps, coefficients=coefficients, max_experts=4, loc=1.0, scale=0.0)
-    counts = Counter(round(z.item(), 9) for z in found)
+    changes = collect_offsets(w, steps, coefficients=coefficients, max_experts=4, loc=1.0, scale=0.0)
+    counts = Counter(round(z.item(), 9) for z in changes)
     expected = [round(k * a - 1, 9) for a, k in product(coefficients, range(1, 5))]
     assert counts.keys() == set(expected)
     cells = Counter(expected)
@@ -254,16 +254,16 @@ def test_coefficient_and_number_of_experts_are_uniform_and_independent() -> None
     assert chi_square < 31.3  # 99.9 % quantile at 11 degrees of freedom
 
 
-def draws(distribution: str, dtype: torch.dtype, loc: float = 0.2, scale: float = 0.05) -> Tensor:
+def draw_offsets(distribution: str, dtype: torch.dtype, loc: float = 0.2, scale: float = 0.05) -> Tensor:
     w = [nn.Parameter(torch.zeros(400_000, dtype=dtype))]
-    (z,) = offsets(w, 1, distribution=distribution, loc=loc, scale=scale, **UNIT)
+    (z,) = collect_offsets(w, 1, distribution=distribution, loc=loc, scale=scale, **UNIT)
     return (z.double() - loc) / scale
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("distribution", ["laplace", "gaussian"])
 def test_noise_has_the_distribution_it_is_named_after(distribution: str, dtype: torch.dtype) -> None:
-    z = draws(distribution, dtype).sort().values
+    z = draw_offsets(distribution, dtype).sort().values
     if distribution == "laplace":
         cdf = torch.where(z < 0, 0.5 * z.exp(), 1 - 0.5 * (-z).exp())
     else:
@@ -292,7 +292,7 @@ def test_low_precision_gets_the_float32_offset_rounded_once_and_reports_what_did
     optimizer = MergOPT([w], base=FROZEN, **UNIT)
     assert optimizer.unmoved_fraction is None
     optimizer.train()
-    (z,) = offsets([nn.Parameter(torch.zeros(2000))], 1, **UNIT)
+    (z,) = collect_offsets([nn.Parameter(torch.zeros(2000))], 1, **UNIT)
     assert torch.equal(w, (theta.float() + z).to(dtype))
     unmoved = (w == theta).double().mean().item()
     assert optimizer.unmoved_fraction == unmoved
@@ -321,7 +321,7 @@ def test_unmoved_fraction_counts_low_precision_entries_only() -> None:
 def test_a_merge_that_changes_nothing_gives_the_gradient_at_theta() -> None:
     problem = Problem()
     optimizer = MergOPT(problem.model.named_parameters(), BASES["sgd"], coefficients=(1.0,), max_experts=1)
-    start = problem.weights()
+    start = problem.copy_weights()
     optimizer.step(problem.closure)
     assert_equal_bits(problem.weights_seen[0], start)
 
@@ -329,8 +329,8 @@ def test_a_merge_that_changes_nothing_gives_the_gradient_at_theta() -> None:
 def test_a_tensor_of_any_memory_layout_is_offset() -> None:
     w = nn.Parameter(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
     flat = nn.Parameter(torch.zeros(2, 3, 4, 5))
-    (z,) = offsets([w], 1, **UNIT)
-    (wanted,) = offsets([flat], 1, **UNIT)
+    (z,) = collect_offsets([w], 1, **UNIT)
+    (wanted,) = collect_offsets([flat], 1, **UNIT)
     assert torch.equal(z, wanted)
 
 
@@ -362,7 +362,7 @@ def test_the_gradient_is_that_of_the_candidate_with_the_largest_loss() -> None:
         for name, p in plain.model.named_parameters():
             p.grad = gradient[name]
         reference.step()
-        assert_equal_bits(problem.weights(), plain.weights())
+        assert_equal_bits(problem.copy_weights(), plain.copy_weights())
         chosen.add(worst)
     assert chosen == {0, 1, 2}
 
@@ -398,10 +398,10 @@ def test_a_loss_that_is_no_number_counts_as_the_worst() -> None:
 def test_a_closure_that_returns_no_loss_is_refused_and_leaves_theta() -> None:
     problem = Problem()
     optimizer = stronger(problem.model.named_parameters(), BASES["sgd"], worst_of=2)
-    start = problem.weights()
+    start = problem.copy_weights()
     with pytest.raises(InputError, match=r"worst_of=2\).*NoneType"):
         optimizer.step(lambda: None)
-    assert_equal_bits(problem.weights(), start)
+    assert_equal_bits(problem.copy_weights(), start)
     assert optimizer.steps_done == 0
 
 
@@ -428,7 +428,7 @@ def test_a_mean_that_is_not_zero_shifts_all_weights_by_the_factor(distribution: 
 def test_a_mean_alone_moves_every_weight_fits() -> None:
     problem = Problem()
     optimizer = MergOPT(problem.model.named_parameters(), BASES["sgd"], loc=0.01, scale=0.0, **UNIT)
-    start = problem.weights()
+    start = problem.copy_weights()
     optimizer.step(problem.closure)
     for name, away in problem.weights_seen[0].items():
         assert torch.allclose(away - start[name], torch.full_like(away, 0.01), atol=1e-15)
@@ -438,7 +438,7 @@ def test_one_process_has_rank_zero_whose_offset_is_everybody_s() -> None:
     same, own = Problem(), Problem()
     stronger(same.model.named_parameters(), BASES["sgd"]).step(same.closure)
     stronger(own.model.named_parameters(), BASES["sgd"], per_rank=True).step(own.closure)
-    assert_equal_bits(own.weights(), same.weights())
+    assert_equal_bits(own.copy_weights(), same.copy_weights())
 
 
 def test_a_step_that_does_not_stay_in_train_mode_ends_at_theta() -> None:
@@ -455,4 +455,4 @@ def test_a_step_that_does_not_stay_in_train_mode_ends_at_theta() -> None:
         problem.closure()
         optimizer.step()
         assert not optimizer.theta.held
-        assert_equal_bits(problem.weights(), closed.weights())
+        assert_equal_bits(problem.copy_weights(), closed.copy_weights())

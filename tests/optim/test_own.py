@@ -30,7 +30,7 @@ def test_mix_alone_makes_the_gradient_of_the_base() -> None:
     plain.closure()
     base.step()
     assert len(mixed.losses) == 2
-    assert_equal_bits(mixed.weights(), plain.weights())
+    assert_equal_bits(mixed.copy_weights(), plain.copy_weights())
 
 
 def test_what_a_class_saves_joins_what_its_parents_save() -> None:
@@ -42,10 +42,10 @@ def test_what_a_class_saves_joins_what_its_parents_save() -> None:
 
 
 def test_only_classes_that_say_so_are_recorded() -> None:
-    shipped = [kind for kind in vars(optim).values() if isinstance(kind, type)]
-    for kind in shipped:
-        if issubclass(kind, WrappedOptimizer):
-            assert kind.recordable, kind
+    shipped = [cls for cls in vars(optim).values() if isinstance(cls, type)]
+    for cls in shipped:
+        if issubclass(cls, WrappedOptimizer):
+            assert cls.recordable, cls
     assert MergOPT([torch.zeros(1, requires_grad=True)], base=torch_optim.SGD).replayable
 
     class Mine(MergOPT):

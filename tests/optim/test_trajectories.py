@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mergekit_lab.optim import ASAM, SAM, MergOPT, noise
 from mergekit_lab.optim.noise import hash_bits
-from optim.problems import BASES, Problem, assert_close, gradients, momentum_step
+from optim.problems import BASES, Problem, assert_close, compute_gradients, take_momentum_step
 
 DATA = Path(__file__).parents[1] / "data" / "optim"
 TOLERANCE = 1e-12
@@ -37,11 +37,11 @@ def test_trajectory_equals_the_reference_implementation(reference: str, base: st
     optimizer = REFERENCES[reference](problem.model.named_parameters(), BASES[base])
     returned = []
     for i in range(1, 6):
-        before = problem.weights()
+        before = problem.copy_weights()
         returned.append(optimizer.step(problem.closure))
         moved = {name: w - before[name] for name, w in problem.weights_seen[-1].items()}
         assert_close(moved, part(golden, f"perturb{i}."), TOLERANCE)
-        assert_close(problem.weights(), part(golden, f"step{i}."), TOLERANCE)
+        assert_close(problem.copy_weights(), part(golden, f"step{i}."), TOLERANCE)
     clean, perturbed = torch.tensor(problem.losses, dtype=torch.float64).view(5, 2).unbind(1)
     losses = {"loss_clean": clean, "loss_perturbed": perturbed}
     assert_close(losses, {name: golden[name] for name in losses}, TOLERANCE)
@@ -51,18 +51,18 @@ def test_trajectory_equals_the_reference_implementation(reference: str, base: st
 def test_printed_asam_equals_a_dense_loop() -> None:
     problem = Problem()
     optimizer = ASAM(problem.model.named_parameters(), BASES["sgd"], rho=0.05, scaling="printed")
-    weights, velocity = problem.weights(), {}
+    weights, velocity = problem.copy_weights(), {}
     for _ in range(5):
-        g = gradients(problem, weights)
+        g = compute_gradients(problem, weights)
         norm = sum((t**2).sum() for t in g.values()) ** 0.5
         away = {name: w + 0.05 * w**2 * g[name] / norm for name, w in weights.items()}
-        momentum_step(weights, velocity, gradients(problem, away))
+        take_momentum_step(weights, velocity, compute_gradients(problem, away))
         optimizer.step(problem.closure)
         assert_close(problem.weights_seen[-1], away, TOLERANCE)
-        assert_close(problem.weights(), weights, TOLERANCE)
+        assert_close(problem.copy_weights(), weights, TOLERANCE)
 
 
-def drawn_together(weights: dict[str, torch.Tensor], most: int) -> list[list[str]]:
+def list_drawn_together(weights: dict[str, torch.Tensor], most: int) -> list[list[str]]:
     """Names of neighbors with at most so many entries in all."""
     groups: list[list[str]] = [[]]
     for name, w in weights.items():
@@ -86,13 +86,13 @@ def test_mergopt_equals_a_dense_loop(entries_per_draw: int, monkeypatch: pytest.
         scale=scale,
         seed=3,
     )
-    weights, velocity = problem.weights(), {}
+    weights, velocity = problem.copy_weights(), {}
     for step in range(5):
         alpha = coefficients[hash_bits(3, step, "coefficient") % 3]
         experts = hash_bits(3, step, "experts") % 5 + 1
         generator = torch.Generator().manual_seed(hash_bits(3, step, "offset"))
         away = {}
-        for names in drawn_together(weights, entries_per_draw):
+        for names in list_drawn_together(weights, entries_per_draw):
             sizes = [weights[name].numel() for name in names]
             first, second = (
                 torch.empty(sum(sizes), dtype=torch.float64).exponential_(1.0, generator=generator)
@@ -100,7 +100,7 @@ def test_mergopt_equals_a_dense_loop(entries_per_draw: int, monkeypatch: pytest.
             )
             for name, z in zip(names, (loc + scale * (first - second)).split(sizes), strict=True):
                 away[name] = weights[name] + (experts * alpha - 1) * z.view(weights[name].shape)
-        momentum_step(weights, velocity, gradients(problem, away))
+        take_momentum_step(weights, velocity, compute_gradients(problem, away))
         optimizer.step(problem.closure)
         assert_close(problem.weights_seen[-1], away, TOLERANCE)
-        assert_close(problem.weights(), weights, TOLERANCE)
+        assert_close(problem.copy_weights(), weights, TOLERANCE)

@@ -16,7 +16,7 @@ from optim.problems import (
     assert_close,
     assert_differ,
     assert_equal_bits,
-    required,
+    make_required,
     train,
 )
 
@@ -44,7 +44,7 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(make, base, dt
     assert resumed.state is resumed.base.state
     for _ in range(3):
         resumed.step(second.closure)
-    assert_equal_bits(second.weights(), train(make, base, 6, dtype))
+    assert_equal_bits(second.copy_weights(), train(make, base, 6, dtype))
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -67,8 +67,8 @@ def test_state_of_float32_goes_on_with_parameters_of_another_dtype(make, dtype, 
             each.step(problem.closure)
     assert {p.dtype for p in second.model.parameters()} == {dtype}
     if dtype is torch.float64 and base == "sgd" and not hasattr(other, "seed"):  # noise depends on the dtype
-        found = {name: weights.float() for name, weights in second.weights().items()}
-        assert_close(found, first.weights(), 1e-3)
+        weights = {name: weights.float() for name, weights in second.copy_weights().items()}
+        assert_close(weights, first.copy_weights(), 1e-3)
 
 
 @every_optimizer
@@ -77,12 +77,16 @@ def test_loading_restores_every_hyper_parameter(make) -> None:
     problem = Problem()
     cls = type(make(Net().named_parameters(), base=BASES["sgd"]))
     base = partial(torch.optim.AdamW, lr=0.5)
-    optimizer = cls(problem.model.named_parameters(), base=base, **required(cls))
+    optimizer = cls(problem.model.named_parameters(), base=base, **make_required(cls))
     assert optimizer.state_dict() != saved or type(optimizer) is optim.SAM
     optimizer.load_state_dict(saved)
     assert optimizer.state_dict() == saved
-    given = inspect.signature(type(optimizer)).parameters.keys() - {"named_parameters", "base", "task_vectors"}
-    assert given <= set(optimizer.saved_attributes)
+    settings = inspect.signature(type(optimizer)).parameters.keys() - {
+        "named_parameters",
+        "base",
+        "task_vectors",
+    }
+    assert settings <= set(optimizer.saved_attributes)
 
 
 @every_optimizer
@@ -116,9 +120,9 @@ def test_a_deep_copy_goes_on_alike_and_apart(make) -> None:
     twin, twin_optimizer = copy.deepcopy((problem, optimizer))
     assert twin_optimizer.param_groups is twin_optimizer.base.param_groups
     twin_optimizer.step(twin.closure)
-    assert_differ(twin.weights(), problem.weights())
+    assert_differ(twin.copy_weights(), problem.copy_weights())
     optimizer.step(problem.closure)
-    assert_equal_bits(twin.weights(), problem.weights())
+    assert_equal_bits(twin.copy_weights(), problem.copy_weights())
     assert calls == ["original"] * 2
 
 

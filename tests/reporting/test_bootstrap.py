@@ -8,7 +8,9 @@ from mergekit_lab.reporting.bootstrap import add_intervals
 from mergekit_lab.reporting.report import compare
 
 
-def drawn(record, shares: dict[str, float], size: int = 400, tasks: int = 2, seeds: int = 1, base: int = 0):
+def draw_records(
+    record, shares: dict[str, float], size: int = 400, tasks: int = 2, seeds: int = 1, base: int = 0
+):
     """Records whose values are means of random zeros and ones, and these."""
     random = np.random.default_rng(base)
     records, samples = [], {}
@@ -16,17 +18,17 @@ def drawn(record, shares: dict[str, float], size: int = 400, tasks: int = 2, see
         ease = random.random(size)
         for seed in range(seeds):
             for name, share in shares.items():
-                right = (ease + 0.2 * random.random(size) < share).astype(np.uint8)
-                made = record(
-                    merger=name, task=f"task{task}", seed=seed, value=float(right.mean()), expert_value=1.0
+                correct = (ease + 0.2 * random.random(size) < share).astype(np.uint8)
+                scored = record(
+                    merger=name, task=f"task{task}", seed=seed, value=float(correct.mean()), expert_value=1.0
                 )
-                records.append(made)
-                samples[made.evaluation_key] = right
+                records.append(scored)
+                samples[scored.evaluation_key] = correct
     return records, samples
 
 
 def test_the_interval_is_that_of_a_mean_of_independent_samples(record) -> None:
-    records, samples = drawn(record, {"a": 0.7, "b": 0.3}, size=2000, tasks=1)
+    records, samples = draw_records(record, {"a": 0.7, "b": 0.3}, size=2000, tasks=1)
     row = add_intervals(build_table(records), samples).rows[0]
     low, high = row.interval
     p = row.average.mean
@@ -35,7 +37,7 @@ def test_the_interval_is_that_of_a_mean_of_independent_samples(record) -> None:
 
 
 def test_a_model_that_is_better_on_most_samples_is_told_apart_and_a_near_twin_is_not(record) -> None:
-    records, samples = drawn(record, {"best": 0.80, "twin": 0.799, "worse": 0.55})
+    records, samples = draw_records(record, {"best": 0.80, "twin": 0.799, "worse": 0.55})
     table = add_intervals(build_table(records), samples)
     close = [row.label for row in table.rows if row.close]
     assert close in (["best"], ["twin"])
@@ -50,9 +52,10 @@ def test_comparing_on_the_same_samples_sees_what_intervals_apart_would_not(recor
     better = base.copy()
     better[600:612] = 1
     records = [
-        record(merger=name, task="t", value=float(right.mean())) for name, right in (("a", base), ("b", better))
+        record(merger=name, task="t", value=float(correct.mean()))
+        for name, correct in (("a", base), ("b", better))
     ]
-    samples = {r.evaluation_key: right for r, right in zip(records, (base, better), strict=True)}
+    samples = {r.evaluation_key: correct for r, correct in zip(records, (base, better), strict=True)}
     a, b = add_intervals(build_table(records), samples).rows
     assert a.interval[1] > b.interval[0]
     assert not a.close
@@ -63,10 +66,10 @@ def test_seeds_that_disagree_widen_the_interval(record) -> None:
     records, samples = [], {}
     for seed, share in enumerate((0.5, 0.9, 0.7)):
         for merger in "ab":
-            right = (random.random(3000) < share).astype(np.uint8)
-            made = record(merger=merger, task="t", seed=seed, value=float(right.mean()))
-            records.append(made)
-            samples[made.evaluation_key] = right
+            correct = (random.random(3000) < share).astype(np.uint8)
+            scored = record(merger=merger, task="t", seed=seed, value=float(correct.mean()))
+            records.append(scored)
+            samples[scored.evaluation_key] = correct
     many = add_intervals(build_table(records), samples).rows[0].interval
     one = [r for r in records if r.seed == 0]
     few = add_intervals(build_table(one), samples).rows[0].interval
@@ -74,7 +77,7 @@ def test_seeds_that_disagree_widen_the_interval(record) -> None:
 
 
 def test_without_the_samples_of_every_evaluation_a_row_has_no_interval(record) -> None:
-    records, samples = drawn(record, {"a": 0.7, "b": 0.3})
+    records, samples = draw_records(record, {"a": 0.7, "b": 0.3})
     del samples[records[0].evaluation_key]
     rows = {row.label: row for row in add_intervals(build_table(records), samples).rows}
     assert rows["a"].interval is None
@@ -84,7 +87,7 @@ def test_without_the_samples_of_every_evaluation_a_row_has_no_interval(record) -
 
 @pytest.mark.parametrize("lacks", ["a seed", "a task of a seed"])
 def test_an_odd_row_is_left_out_with_a_note_and_costs_the_others_nothing(record, lacks) -> None:
-    records, samples = drawn(record, {"a": 0.70, "b": 0.699, "odd": 0.5}, seeds=2)
+    records, samples = draw_records(record, {"a": 0.70, "b": 0.699, "odd": 0.5}, seeds=2)
     whole = add_intervals(build_table(records), samples)
     kept = [
         r for r in records
@@ -100,7 +103,7 @@ def test_an_odd_row_is_left_out_with_a_note_and_costs_the_others_nothing(record,
 
 
 def test_the_same_samples_give_the_same_interval_and_a_comparison_has_them_too(record, tmp_path) -> None:
-    records, samples = drawn(record, {"a": 0.7, "b": 0.69, "c": 0.4})
+    records, samples = draw_records(record, {"a": 0.7, "b": 0.69, "c": 0.4})
     first = write_report(RunFiles(tmp_path / "run", records, samples=samples), "x")
     assert first.table == add_intervals(build_table(records), samples)
     assert read_records(first.records) == records
@@ -114,10 +117,10 @@ def test_the_same_samples_give_the_same_interval_and_a_comparison_has_them_too(r
 
 
 def test_a_damaged_file_of_samples_is_a_failure_of_its_run_alone(record, tmp_path) -> None:
-    records, samples = drawn(record, {"a": 0.7, "b": 0.5})
+    records, samples = draw_records(record, {"a": 0.7, "b": 0.5})
     for name in ("one", "two"):
         write_report(RunFiles(tmp_path / name, records, samples=samples), "x")
     (tmp_path / "two/samples.npz").write_bytes(b"PK broken")
-    found = compare([tmp_path / "one", tmp_path / "two"], tmp_path / "out")
-    assert found.table.rows
-    assert "samples.npz cannot be read" in found.html.read_text()
+    comparison = compare([tmp_path / "one", tmp_path / "two"], tmp_path / "out")
+    assert comparison.table.rows
+    assert "samples.npz cannot be read" in comparison.html.read_text()

@@ -7,7 +7,7 @@ from reporting.test_report import report
 from mergekit_lab.reporting import compare, find_warnings
 
 
-def expert(task: str, value: float = 0.8, zero_shot: float = 0.4, **changes):
+def make_expert(task: str, value: float = 0.8, zero_shot: float = 0.4, **changes):
     return make_record(
         kind="expert", task=task, value=value, expert_value=value, zero_shot_value=zero_shot, **changes
     )
@@ -15,28 +15,32 @@ def expert(task: str, value: float = 0.8, zero_shot: float = 0.4, **changes):
 
 def test_what_is_as_expected_is_no_warning() -> None:
     assert find_warnings(make_study(tasks=3, mergers=3, optimizers=2, seeds=2)) == []
-    one = [expert("a", weights="h"), expert("a", weights="h", seed=1), expert("b", weights="i")]
+    one = [make_expert("a", weights="h"), make_expert("a", weights="h", seed=1), make_expert("b", weights="i")]
     assert find_warnings(one) == []
     assert find_warnings([make_record(zero_shot_value=None, expert_value=None)]) == []
 
 
 def test_an_expert_below_the_base_on_its_own_task_is_named() -> None:
-    (warning,) = find_warnings([expert("dtd", 0.31, 0.44), expert("svhn", 0.5, 0.5)])
+    (warning,) = find_warnings([make_expert("dtd", 0.31, 0.44), make_expert("svhn", 0.5, 0.5)])
     assert "expert of dtd" in warning
     assert "31.0" in warning
     assert "44.0" in warning
-    both = [expert("dtd", 0.31, 0.44, optimizer="sam"), expert("dtd", optimizer="adamw")]
+    both = [make_expert("dtd", 0.31, 0.44, optimizer="sam"), make_expert("dtd", optimizer="adamw")]
     assert "optimizer sam" in find_warnings(both)[0]
 
 
 def test_two_tasks_whose_experts_are_one_file_are_named() -> None:
-    records = [expert("dtd", weights="h"), expert("svhn", weights="h"), expert("mnist", weights="i")]
+    records = [
+        make_expert("dtd", weights="h"),
+        make_expert("svhn", weights="h"),
+        make_expert("mnist", weights="i"),
+    ]
     (warning,) = find_warnings(records)
     assert "dtd and svhn" in warning
     assert "the same file" in warning
-    by_key = [expert("dtd", model_key="k"), expert("svhn", model_key="k")]
+    by_key = [make_expert("dtd", model_key="k"), make_expert("svhn", model_key="k")]
     assert "dtd and svhn" in find_warnings(by_key)[0]
-    seeds = [expert("dtd", weights="h"), expert("svhn", weights="h", seed=1)]
+    seeds = [make_expert("dtd", weights="h"), make_expert("svhn", weights="h", seed=1)]
     assert find_warnings(seeds) == []
 
 
@@ -48,7 +52,7 @@ def test_a_share_above_150_percent_is_named(value: float, named: bool) -> None:
 
 
 def test_warnings_are_in_log_page_and_summary_of_a_run_and_of_a_comparison(tmp_path, caplog) -> None:
-    records = [expert("<dtd>", 0.31, 0.44)]
+    records = [make_expert("<dtd>", 0.31, 0.44)]
     for write in (
         lambda: report(tmp_path / "run", records),
         lambda: compare([tmp_path / "run"], tmp_path / "all"),

@@ -81,13 +81,13 @@ def ask(
     if narrow:
         (page.parent / "frame.html").write_text(FRAME % narrow)
         probe = page.with_name("frame.html")
-    found = subprocess.run(
+    process = subprocess.run(
         [BROWSER, *OPTIONS, *options, f"--user-data-dir={page.parent / 'p'}", "--dump-dom", probe.as_uri()],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
-    assert "CONSOLE" not in found.stderr, [line for line in found.stderr.splitlines() if "CONSOLE" in line]
-    answer = re.search(r'<pre id="result">(.+?)</pre>', found.stdout, re.S)
-    assert answer, found.stdout[-2000:]
+    assert "CONSOLE" not in process.stderr, [line for line in process.stderr.splitlines() if "CONSOLE" in line]
+    answer = re.search(r'<pre id="result">(.+?)</pre>', process.stdout, re.S)
+    assert answer, process.stdout[-2000:]
     return json.loads(unescape(answer.group(1)))
 
 
@@ -135,7 +135,7 @@ def plain(tmp_path_factory, study) -> Path:
 
 
 def test_at_first_the_means_over_seeds_are_shown_and_choices_narrow_them(plain) -> None:
-    found = ask(
+    answers = ask(
         plain,
         """
         const selects = [...document.querySelectorAll("select")];
@@ -148,16 +148,16 @@ def test_at_first_the_means_over_seeds_are_shown_and_choices_narrow_them(plain) 
         return at;
         """,
     )
-    assert found["options"] == ["optimizer", "merger", "seed"]
-    assert found["first"] == found["last"] == 2 * 8
-    assert found["optimizer"] == 8
-    assert found["merger"] == found["seed"] == ["zero-shot", "experts", "merger3", "+joint"]
-    assert found["note"] == "4 rows"
-    assert not any("±" in value for value in found["values"])
+    assert answers["options"] == ["optimizer", "merger", "seed"]
+    assert answers["first"] == answers["last"] == 2 * 8
+    assert answers["optimizer"] == 8
+    assert answers["merger"] == answers["seed"] == ["zero-shot", "experts", "merger3", "+joint"]
+    assert answers["note"] == "4 rows"
+    assert not any("±" in value for value in answers["values"])
 
 
 def test_a_heading_sorts_by_number_and_again_reverses(plain) -> None:
-    found = ask(
+    answers = ask(
         plain,
         """
         const values = () => shown().map(row => Number(row.cells[column("average")].dataset.value));
@@ -166,13 +166,13 @@ def test_a_heading_sorts_by_number_and_again_reverses(plain) -> None:
         press("average"); return {down, up: values(), told};
         """,
     )
-    assert found["down"] == sorted(found["down"], reverse=True)
-    assert found["up"] == sorted(found["up"])
-    assert found["told"] == "descending"
+    assert answers["down"] == sorted(answers["down"], reverse=True)
+    assert answers["up"] == sorted(answers["up"])
+    assert answers["told"] == "descending"
 
 
 def test_every_picture_has_a_text_and_every_control_a_name(page) -> None:
-    found = ask(
+    answers = ask(
         page,
         """
         return {
@@ -183,16 +183,16 @@ def test_every_picture_has_a_text_and_every_control_a_name(page) -> None:
         };
         """,
     )
-    assert found["pictures"]
-    assert all(all(pair) for pair in found["pictures"])
-    assert all(found["selects"])
-    assert all(found["buttons"])
-    assert found["title"] == found["heading"] == "A <study>"
+    assert answers["pictures"]
+    assert all(all(pair) for pair in answers["pictures"])
+    assert all(answers["selects"])
+    assert all(answers["buttons"])
+    assert answers["title"] == answers["heading"] == "A <study>"
 
 
 @pytest.mark.parametrize("width", [400, 1400])
 def test_only_tables_and_heat_maps_scroll_sideways_and_every_figure_is_drawn(page, width) -> None:
-    found = ask(
+    answers = ask(
         page,
         """
         document.querySelectorAll("details").forEach(each => { each.open = true; });
@@ -208,18 +208,18 @@ def test_only_tables_and_heat_maps_scroll_sideways_and_every_figure_is_drawn(pag
         f"--window-size={width if width > 500 else 600},900",
         narrow=width if width < 500 else 0,
     )
-    assert found["page"][0] <= found["page"][1] == width
-    assert found["drawn"]
-    assert len(found["charts"]) == 2 + 2 + 1 + 2 + 2 + 2 + 4, "bars, heat maps, search, cost, shares, curves"
-    assert all(chart["smallest"] >= 11 for chart in found["charts"]), "as large as it is drawn"
-    for chart in found["charts"]:
+    assert answers["page"][0] <= answers["page"][1] == width
+    assert answers["drawn"]
+    assert len(answers["charts"]) == 2 + 2 + 1 + 2 + 2 + 2 + 4, "bars, heat maps, search, cost, shares, curves"
+    assert all(chart["smallest"] >= 11 for chart in answers["charts"]), "as large as it is drawn"
+    for chart in answers["charts"]:
         assert chart["inside"] <= chart["width"] or chart["focus"] == 0, "what scrolls can be scrolled by keys"
     if width > 500:
-        assert all(chart["inside"] <= chart["width"] for chart in found["charts"])
+        assert all(chart["inside"] <= chart["width"] for chart in answers["charts"])
 
 
 def test_a_figure_tells_its_numbers_and_opens_large(page) -> None:
-    found = ask(
+    answers = ask(
         page,
         """
         await wait(whole);
@@ -240,15 +240,15 @@ def test_a_figure_tells_its_numbers_and_opens_large(page) -> None:
         """,
         "--window-size=1400,900",
     )
-    assert "merger" in found["told"]
-    assert "average" in found["told"]
-    assert found["large"] > 1.2 * found["small"]
-    assert found["open"]
-    assert found["closed"]
+    assert "merger" in answers["told"]
+    assert "average" in answers["told"]
+    assert answers["large"] > 1.2 * answers["small"]
+    assert answers["open"]
+    assert answers["closed"]
 
 
 def test_axe_core_finds_nothing_wrong_on_the_page_nor_in_an_enlarged_figure(page) -> None:
-    found = ask(
+    answers = ask(
         page,
         """
         document.querySelectorAll("details").forEach(each => { each.open = true; });
@@ -262,11 +262,11 @@ def test_axe_core_finds_nothing_wrong_on_the_page_nor_in_an_enlarged_figure(page
         """,
         axe=True,
     )
-    assert found == []
+    assert answers == []
 
 
 def test_each_row_has_its_command_to_copy(plain) -> None:
-    found = ask(
+    answers = ask(
         plain,
         """
         document.querySelectorAll("td.made details").forEach(each => { each.open = true; });
@@ -281,11 +281,11 @@ def test_each_row_has_its_command_to_copy(plain) -> None:
         """,
     )
     others = " ".join(f"'~mergers.merger{i}'" for i in (0, 2, 3, 4))
-    assert found["text"] == f"python -m mergekit_lab +experiment=quickstart seed=1 joint=false {others}"
-    assert found["selected"] == found["text"]
-    assert found["said"] in ("Copied", "Selected"), "a browser copies only what a person's click asks for"
-    assert found["page"] == "python -m mergekit_lab +experiment=quickstart seed=1"
-    assert all(count == 1 for _, count in found["rows"])
+    assert answers["text"] == f"python -m mergekit_lab +experiment=quickstart seed=1 joint=false {others}"
+    assert answers["selected"] == answers["text"]
+    assert answers["said"] in ("Copied", "Selected"), "a browser copies only what a person's click asks for"
+    assert answers["page"] == "python -m mergekit_lab +experiment=quickstart seed=1"
+    assert all(count == 1 for _, count in answers["rows"])
 
 
 def test_printing_clips_no_column_of_a_wide_table(tmp_path, study) -> None:

@@ -9,7 +9,7 @@ from mergekit_lab.reporting import Origin
 MERGERS = ("average", "task_arithmetic", "ties", "dare", "fisher", "tsvm", "epimer")
 
 
-def command(record, *arguments, mergers=MERGERS, **changes):
+def make_command(record, *arguments, mergers=MERGERS, **changes):
     return (
         Origin(arguments, "now")
         .make_command(record(**changes), mergers)
@@ -19,8 +19,14 @@ def command(record, *arguments, mergers=MERGERS, **changes):
 
 @pytest.mark.parametrize("kind", ["merged", "expert", "joint"])
 def test_a_row_s_command_makes_that_row_and_no_other_merge(record, kind):
-    given = ("+experiment=quickstart", "mergers.ties.density=0.3", "joint=true", "run_dir=/x", "stage=report")
-    overrides = shlex.split(command(record, *given, kind=kind))
+    arguments = (
+        "+experiment=quickstart",
+        "mergers.ties.density=0.3",
+        "joint=true",
+        "run_dir=/x",
+        "stage=report",
+    )
+    overrides = shlex.split(make_command(record, *arguments, kind=kind))
     with initialize_config_dir(str(find_conf_dir()), version_base="1.3"):
         cfg = compose("main", overrides)
     assert list(cfg.mergers) == (["ties"] if kind == "merged" else [])
@@ -31,6 +37,6 @@ def test_a_row_s_command_makes_that_row_and_no_other_merge(record, kind):
 
 
 def test_a_merger_that_was_picked_stays_and_a_label_that_no_override_can_name_leaves_the_run_s_command(record):
-    assert command(record, "merger=ties", "seed=2") == "merger=ties seed=2 joint=false"
-    odd = command(record, "+experiment=mine", mergers=("ties", "ties at 0.3"))
+    assert make_command(record, "merger=ties", "seed=2") == "merger=ties seed=2 joint=false"
+    odd = make_command(record, "+experiment=mine", mergers=("ties", "ties at 0.3"))
     assert odd == "+experiment=mine joint=false"

@@ -35,7 +35,7 @@ def drawn(monkeypatch):
 DRAW = vl_convert.vegalite_to_svg
 
 
-def panels(path):
+def list_panels(path):
     """Of the figure's description."""
     return drawing.load_chart(path)["concat"]
 
@@ -67,7 +67,7 @@ def test_the_shares_of_each_group_with_a_merger_are_drawn(tmp_path, study):
     assert draw(plots.draw_shares, build_table(study(1, 3, 1)), tmp_path) == []
     two = draw(plots.draw_shares, build_table(study(2, 3, 2)), tmp_path)
     assert [path.name for path in two] == ["shares-1-optimizer0.png", "shares-2-optimizer1.png"]
-    (panel,) = panels(two[0])
+    (panel,) = list_panels(two[0])
     assert len(panel["layer"][0]["data"]["values"]) == 2 * 3
 
 
@@ -118,7 +118,7 @@ def test_nothing_to_show_makes_no_file(tmp_path):
 
 
 def test_a_method_has_one_color_in_every_figure_of_every_report(tmp_path, record):
-    def colors(*mergers):
+    def list_colors(*mergers):
         records = [record(merger=m, task=t) for m in mergers for t in "abc"]
         records += [record(kind="expert", task=t) for t in "abc"]
         table = build_table(records)
@@ -127,12 +127,14 @@ def test_a_method_has_one_color_in_every_figure_of_every_report(tmp_path, record
             *draw(plots.draw_shares, table, tmp_path),
             *draw(plots.draw_searches, {"": {"ties": SEARCH}}, table.mergers, tmp_path),
         ]
-        scales = [panels(path)[0]["layer"][0]["encoding"]["color"]["scale"] for path in paths]
+        scales = [list_panels(path)[0]["layer"][0]["encoding"]["color"]["scale"] for path in paths]
         assert len(scales) == 3
         return {scale["range"][scale["domain"].index("TIES")] for scale in scales}
 
-    assert colors("ties", "tsvm") == colors("average", "my own", "ties", "dare") == colors("ties")
-    assert len(colors("ties")) == 1
+    assert (
+        list_colors("ties", "tsvm") == list_colors("average", "my own", "ties", "dare") == list_colors("ties")
+    )
+    assert len(list_colors("ties")) == 1
 
 
 def test_no_two_methods_look_alike_and_other_labels_look_the_same_in_every_report():
@@ -159,25 +161,27 @@ def test_a_method_that_stands_several_times_has_one_color_and_several_looks():
 
 
 def test_losses_stand_on_a_logarithmic_axis_and_accuracies_do_not(tmp_path):
-    def scales(curve):
+    def list_scales(curve):
         (path,) = draw(plots.draw_training, {"": {"a": curve}}, tmp_path)
-        return [panel["layer"][0]["encoding"]["y"]["scale"].get("type", "linear") for panel in panels(path)]
+        return [
+            panel["layer"][0]["encoding"]["y"]["scale"].get("type", "linear") for panel in list_panels(path)
+        ]
 
-    assert scales(CURVE) == ["log", "log", "linear"]
-    assert scales([{"step": 0, "train_loss": 0.0}]) == ["linear"]
+    assert list_scales(CURVE) == ["log", "log", "linear"]
+    assert list_scales([{"step": 0, "train_loss": 0.0}]) == ["linear"]
     (path,) = draw(plots.draw_training, {"": {"a": [CURVE[0], {"step": 9, "train_loss": 0.01}]}}, tmp_path)
-    labelled = ["labelExpr" in panel["layer"][0]["encoding"]["y"]["axis"] for panel in panels(path)]
-    assert labelled == [False, True, False], "within a decade every tick"
+    labeled = ["labelExpr" in panel["layer"][0]["encoding"]["y"]["axis"] for panel in list_panels(path)]
+    assert labeled == [False, True, False], "within a decade every tick"
 
 
 def test_a_figure_is_also_an_svg_and_a_pdf_for_papers_without_its_title_the_same_each_time(tmp_path, drawn):
-    def written(folder):
+    def read_files(folder):
         draw(plots.draw_training, {"A title": {"a": CURVE}}, tmp_path / folder)
         return {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
 
-    files = written("one")
+    files = read_files("one")
     assert set(files) == {"training.png", "training.svg", "training.pdf", "training.vl.json"}
-    again = written("two")
+    again = read_files("two")
     assert len(again.pop("training.pdf")) == len(files["training.pdf"])  # the order of its resources is free
     assert again.items() <= files.items()
     assert files["training.pdf"].startswith(b"%PDF")
@@ -188,7 +192,7 @@ def test_a_figure_is_also_an_svg_and_a_pdf_for_papers_without_its_title_the_same
 
 def test_the_search_is_drawn_in_order_with_a_ring_around_the_choice(tmp_path):
     (path,) = draw(plots.draw_searches, {"": {"ties": SEARCH}}, ["ties"], tmp_path)
-    (panel,) = panels(path)
+    (panel,) = list_panels(path)
     assert "labelExpr" not in panel["layer"][0]["encoding"]["x"]["axis"]
     points = [(value["x"], value["y"], value.get("chosen")) for value in panel["data"]["values"]]
     assert points == [(0.1, 70, None), (0.5, 90, True)]
@@ -196,13 +200,13 @@ def test_the_search_is_drawn_in_order_with_a_ring_around_the_choice(tmp_path):
 
 
 def test_panels_share_a_legend_where_it_is_the_same(tmp_path):
-    def resolved(*labels):
+    def read_color_scale(*labels):
         lines = [figures.chart_lines("", "x", "y", {label: ([0, 1], [1.0, 2.0])}) for label in labels]
         drawing.save_figure(tmp_path / "a.png", "", lines)
         return drawing.load_chart(tmp_path / "a.png")["resolve"]["scale"]["color"]
 
-    assert resolved("one", "one") == "shared"
-    assert resolved("one", "two") == "independent"
+    assert read_color_scale("one", "one") == "shared"
+    assert read_color_scale("one", "two") == "independent"
 
 
 def test_the_front_holds_what_nothing_cheaper_equals() -> None:
@@ -229,10 +233,10 @@ def test_a_merged_model_costs_its_experts_too_and_the_costs_are_drawn(tmp_path, 
         "experts": None, "ties": 203.0, "tsvm": 220.0, "+joint": 350.0,
     }  # fmt: skip
     assert [path.name for path in draw(plots.draw_costs, table, tmp_path)] == ["cost.png"]
-    assert len(panels(tmp_path / "cost.png")) == 1
+    assert len(list_panels(tmp_path / "cost.png")) == 1
     measured = [replace(r, model_peak_memory_bytes=2**30) if r.kind == "merged" else r for r in records]
     draw(plots.draw_costs, build_table(measured), tmp_path)
-    seconds, memory = panels(tmp_path / "cost.png")
+    seconds, memory = list_panels(tmp_path / "cost.png")
     assert find_layer(memory, "point")["encoding"]["x"]["title"].startswith("peak memory")
     legends = [find_layer(panel, "point")["encoding"]["color"]["scale"] for panel in (seconds, memory)]
     assert legends[0] == legends[1]
@@ -261,7 +265,7 @@ def test_the_interval_of_an_average_is_drawn_else_the_deviation_over_seeds(tmp_p
     assert build_table(records[:1]).rows[0].compute_error_bar("normalized") is None
     table = replace(build_table(records), rows=(sure,))
     draw(plots.draw_mergers, table, tmp_path)
-    (panel,) = panels(tmp_path / "mergers.png")
+    (panel,) = list_panels(tmp_path / "mergers.png")
     assert find_layer(panel, "errorbar")["encoding"]["x2"]["field"] == "high"
     assert [panel["data"]["values"][0][end] for end in ("low", "high")] == [55, 62]
     assert plots.explain_error_bars(table) == "95 % of the average, standard deviation over seeds"
@@ -271,7 +275,7 @@ def test_names_of_points_stand_beside_them_and_on_no_other(tmp_path):
     points = {f"name {i}": (0.5 + 0.01 * i, 0.5) for i in range(4)} | {"a name at the edge": (1.0, 0.9)}
     plane = figures.chart_plane("", [[0.0, 1.0]] * 2, ([0.0, 1.0], [0.0, 1.0]), ("a", "b"), points=points)
     path = drawing.save_figure(tmp_path / "a.png", "", [plane])
-    texts = [layer for layer in panels(path)[0]["layer"] if layer["mark"]["type"] == "text"]
+    texts = [layer for layer in list_panels(path)[0]["layer"] if layer["mark"]["type"] == "text"]
     sides = {each["data"]["values"][0]["name"]: (each["mark"]["align"], each["mark"]["dy"]) for each in texts}
     assert sides.keys() == points.keys()
     assert len({sides[f"name {i}"] for i in range(4)}) == 4
@@ -298,7 +302,7 @@ def test_losses_of_analyses_are_logarithmic_unless_one_is_not_positive(tmp_path)
     for low, scale in ((0.1, "log"), (-0.1, "linear")):
         panel = figures.chart_lines("", "x", "loss", {"a": ([0, 1], [1.0, low])}, logarithmic=True)
         drawing.save_figure(tmp_path / "a.png", "", [panel])
-        (chart,) = panels(tmp_path / "a.png")
+        (chart,) = list_panels(tmp_path / "a.png")
         assert (chart["layer"][0]["encoding"]["y"]["scale"].get("type") or "linear") == scale
 
 

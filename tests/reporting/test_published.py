@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 from reporting.conftest import make_study
-from reporting.test_report import Page, report
+from reporting.test_report import ParsedPage, report
 
 from mergekit_lab import InputError
 from mergekit_lab.paths import find_conf_dir
-from mergekit_lab.reporting import Beside, compare, paper_tables, published, read_published, set_beside
+from mergekit_lab.reporting import Beside, compare, paper_tables, read_published, set_beside
 from mergekit_lab.reporting.paper_tables import find_conditions, find_doubt
 from mergekit_lab.reporting.published import unite
 
@@ -23,7 +23,7 @@ CLIP8 = ["cars", "dtd", "eurosat", "gtsrb", "mnist", "resisc45", "svhn", "sun397
 OF_EXPERTS = {"training_seconds", "ks_distance", "mean_log_likelihood"}
 
 
-def _tables(source: str) -> list[str]:
+def _list_tables(source: str) -> list[str]:
     lines = [line for line in (FOLDER / f"{source}.csv").read_text().splitlines() if not line.startswith("#")]
     return sorted({row["table"] for row in csv.DictReader(lines)})
 
@@ -34,9 +34,9 @@ def test_every_table_says_its_source_and_names_what_exists(source: str) -> None:
     options = {group: {f.stem for f in (find_conf_dir() / group).glob("*.yaml")} for group in
                ("backbone", "finetuning", "optimizer", "merger")}  # fmt: skip
     tasks = {file.stem for file in (find_conf_dir() / "task" / "clip").glob("*.yaml")}
-    texts = [f.stem for kind in ("trace", "glue") for f in (find_conf_dir() / "task").glob(f"{kind}_*")]
+    texts = [f.stem for prefix in ("trace", "glue") for f in (find_conf_dir() / "task").glob(f"{prefix}_*")]
     tasks |= {name.partition("_")[2] for name in texts}
-    for table in _tables(source):
+    for table in _list_tables(source):
         rows = read_published(f"{source} {table}")
         assert find_conditions(f"{source} {table}")[0] <= tasks
         assert len({(r.when, r.backbone, r.finetuning, r.optimizer, r.row, r.column) for r in rows}) == len(
@@ -56,11 +56,11 @@ def test_every_table_says_its_source_and_names_what_exists(source: str) -> None:
 )
 def test_printed_averages_are_the_means_of_their_rows(name: str) -> None:
     """But for rounding, and for DARE on plain experts in MergOPT's table: 67.0 is printed, the mean is 66.7."""
-    found: dict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
+    means: dict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
     for row in read_published(name):
-        found[row.backbone, row.finetuning, row.optimizer, row.row][row.column] = row.value
-    found.pop(("clip_vit_b32", "full", "adamw", "dare"), None)
-    for values in found.values():
+        means[row.backbone, row.finetuning, row.optimizer, row.row][row.column] = row.value
+    means.pop(("clip_vit_b32", "full", "adamw", "dare"), None)
+    for values in means.values():
         average = values.pop("average")
         assert not values or sum(values.values()) / len(values) == pytest.approx(average, abs=0.11)
 
@@ -78,7 +78,7 @@ def test_a_table_is_set_beside_what_one_cell_measured() -> None:
 AXES = {"backbone": "clip_vit_b32", "finetuning": "full", "optimizer": "adamw"}
 
 
-def equal_but(**others: str):
+def make_equal_but(**others: str):
     """A run that is as every row says, but for some settings, with dots in place of `__`."""
     changed = {key.replace("__", "."): value for key, value in others.items()}
 
@@ -90,7 +90,7 @@ def equal_but(**others: str):
 
 
 def test_rows_hold_only_under_their_settings() -> None:
-    holds = equal_but(training__steps="4000")
+    holds = make_equal_but(training__steps="4000")
     assert [row.published for row in set_beside("saft C1", lambda *_: 90.0, AXES, holds, CLIP8)] == [90.21]
 
 
@@ -117,17 +117,17 @@ def test_a_number_never_stands_beside_a_run_of_another_setting(name, optimizer, 
     axes = {axis: getattr(published[0], axis) for axis in AXES}
     tasks = find_conditions(name)[0] or {"any"}
 
-    def rows(**others: str) -> list[Beside]:
-        found = set_beside(name, lambda *_: 90.0, axes, equal_but(**others), tasks)
-        return [r for r in found if r.row == row]
+    def list_rows(**others: str) -> list[Beside]:
+        comparisons = set_beside(name, lambda *_: 90.0, axes, make_equal_but(**others), tasks)
+        return [r for r in comparisons if r.row == row]
 
-    assert rows()
-    assert not rows(**{key.replace(".", "__"): "other"})
+    assert list_rows()
+    assert not list_rows(**{key.replace(".", "__"): "other"})
 
 
 def test_experts_of_two_optimizers_are_no_row_of_one_alone() -> None:
     axes = {**AXES, "backbone": "llama32_1b"}
-    mixed = equal_but(optimizer_of="{numglue_ds}")
+    mixed = make_equal_but(optimizer_of="{numglue_ds}")
     rows = set_beside("mergopt_trace 19", lambda *_: 1.0, axes, mixed, ["numglue_cm", "numglue_ds"])
     assert {row.setting.count("optimizer_of.numglue_ds.scale") for row in rows} == {1}
 
@@ -139,21 +139,21 @@ def list_unnamed(sources: list[str]) -> set[str]:
     """
     free = {"defaults", "_partial_", "seed", "lr", "weight_decay", "steps"}
 
-    def settings(group: str, option: str) -> set[str]:
+    def list_settings(group: str, option: str) -> set[str]:
         node = yaml.safe_load((find_conf_dir() / group / f"{option}.yaml").read_text())
         inner = node.pop("inner", None) or {}
         return (set(node) | {f"inner.{key}" for key in inner}) - free
 
     unnamed: set[str] = set()
     for source in sources:
-        for name in (f"{source} {table}" for table in _tables(source)):
+        for name in (f"{source} {table}" for table in _list_tables(source)):
             for row in {replace(r, column="", value=0.0) for r in read_published(name)}:
                 named = find_conditions(name, row.optimizer, row.row)[1]
                 named = {key.removesuffix("?") for key in named} | {p.split("=")[0] for p in row.when.split()}
-                unnamed |= {f"optimizer.{key}" for key in settings("optimizer", row.optimizer)} - named
+                unnamed |= {f"optimizer.{key}" for key in list_settings("optimizer", row.optimizer)} - named
                 if row.row not in OF_EXPERTS | {"experts", "zero_shot"}:
                     option = {"untuned": "task_arithmetic"}.get(row.row, row.row)
-                    unnamed |= {f"mergers.{row.row}.{key}" for key in settings("merger", option)} - named
+                    unnamed |= {f"mergers.{row.row}.{key}" for key in list_settings("merger", option)} - named
                 if "optimizer_of" not in " ".join(named):
                     unnamed.add("optimizer_of")
     return unnamed
@@ -199,26 +199,26 @@ def test_a_setting_that_no_condition_names_is_found(left_out, key, source, table
     optimizer = optimizer.get(key, "adamw")
     published_row = next(r for r in read_published(name) if (r.optimizer, r.row) == (optimizer, row))
     axes = {axis: getattr(published_row, axis) for axis in AXES}
-    wrong = equal_but(**{key.replace(".", "__"): "other"})
+    wrong = make_equal_but(**{key.replace(".", "__"): "other"})
     tasks = find_conditions(name)[0] or {"any"}
     assert row in {r.row for r in set_beside(name, lambda *_: 90.0, axes, wrong, tasks)}
 
 
 def test_a_table_stands_only_beside_runs_of_its_tasks_and_weights() -> None:
-    def beside(name: str, tasks: list[str], **others: str) -> set[tuple[str, str]]:
-        rows = set_beside(name, lambda *_: 90.0, AXES, equal_but(**others), tasks)
+    def set_tables_beside(name: str, tasks: list[str], **others: str) -> set[tuple[str, str]]:
+        rows = set_beside(name, lambda *_: 90.0, AXES, make_equal_but(**others), tasks)
         return {(row.row, row.column) for row in rows}
 
-    assert ("ties", "average") in beside("fusion_bench 8 tasks", CLIP8)
+    assert ("ties", "average") in set_tables_beside("fusion_bench 8 tasks", CLIP8)
     single = {(row, task) for row in ("experts", "zero_shot") for task in CLIP8}
-    assert beside("fusion_bench 8 tasks", [*CLIP8, "stl10"]) == single
-    assert not beside("fusion_bench 8 tasks", CLIP8, backbone__weights="asset:glyph_clip")
-    assert beside("epimer 6", CLIP8[:2]) == single
+    assert set_tables_beside("fusion_bench 8 tasks", [*CLIP8, "stl10"]) == single
+    assert not set_tables_beside("fusion_bench 8 tasks", CLIP8, backbone__weights="asset:glyph_clip")
+    assert set_tables_beside("epimer 6", CLIP8[:2]) == single
 
 
 def test_what_is_left_out_and_why_is_logged(caplog) -> None:
     caplog.set_level("INFO")
-    set_beside("saft C3", lambda *_: 90.0, AXES, equal_but(mergers__ties__preset="sum"), CLIP8)
+    set_beside("saft C3", lambda *_: 90.0, AXES, make_equal_but(mergers__ties__preset="sum"), CLIP8)
     (line,) = [record.getMessage() for record in caplog.records]
     assert "saft C3: ties is left out" in line
     assert line.endswith("mergers.ties.preset=paper")
@@ -241,7 +241,7 @@ def test_the_report_shows_both_numbers_and_the_difference(tmp_path) -> None:
         "| saft 1 | clip_vit_b32 full asam | TIES | average | 75.45 | 76.00 | +0.55 |"
         in paths.summary.read_text()
     )
-    assert ["saft 1", "clip_vit_b32 full asam", "TIES", "average", "75.45", "76.00", "+0.55"] in Page(
+    assert ["saft 1", "clip_vit_b32 full asam", "TIES", "average", "75.45", "76.00", "+0.55"] in ParsedPage(
         paths.html.read_text()
     ).rows
 
@@ -303,12 +303,12 @@ DOUBTFUL = [
 
 def list_undoubted() -> list[tuple[str, ...]]:
     """Numbers of the list above of which nothing is said."""
-    found = []
+    undoubted = []
     for source, table, row, column in DOUBTFUL:
         cells = (r for r in read_published(f"{source} {table}") if (r.row, r.column) == (row, column))
         if not find_doubt(source, next(cells)):
-            found.append((source, table, row, column))
-    return found
+            undoubted.append((source, table, row, column))
+    return undoubted
 
 
 def test_a_doubtful_number_says_so_and_one_that_is_not_does_not(monkeypatch) -> None:

@@ -46,7 +46,7 @@ def report(folder, records, title="A run", **changes):
     return write_report(RunFiles(folder, records, **{**arguments, **changes}), title)
 
 
-class Page(HTMLParser):
+class ParsedPage(HTMLParser):
     """Elements with their attributes, the text of every table cell, and unbalanced tags."""
 
     void = ("meta", "img")
@@ -72,7 +72,7 @@ class Page(HTMLParser):
         if self.open and {"td", "th"} & set(self.open) and "unseen" not in str(self.elements[-1]):
             self.rows[-1][-1] += data
 
-    def all(self, tag):
+    def find_all(self, tag):
         return [attributes for name, attributes in self.elements if name == tag]
 
 
@@ -87,9 +87,9 @@ def test_a_run_folder_holds_the_views_and_what_they_are_drawn_from(written, stud
         "config.yaml",
         "curves.json",
         *(
-            f"figures/{name}.{kind}"
+            f"figures/{name}.{extension}"
             for name in ("coefficients", "heatmap", "mergers", "shares", "training")
-            for kind in KINDS
+            for extension in KINDS
         ),
         "leaderboard.csv",
         "leaderboard.tex",
@@ -124,8 +124,8 @@ def test_a_comparison_shows_the_configuration_of_every_run_folded(tmp_path, stud
     (tmp_path / "b" / "config.yaml").write_text("name: <b>\n")
     page = compare([tmp_path / "a", tmp_path / "b"], tmp_path / "all").html.read_text()
     for name, text in (("a", "a"), ("b", "&lt;b&gt;")):
-        told = f'<summary>Configuration of {name}</summary><pre tabindex="0">name: {text}\n</pre></details>'
-        assert f"<details>{told}" in page
+        summary = f'<summary>Configuration of {name}</summary><pre tabindex="0">name: {text}\n</pre></details>'
+        assert f"<details>{summary}" in page
 
 
 def test_the_summary_names_the_study_its_best_merger_and_the_references(written):
@@ -137,18 +137,18 @@ def test_the_summary_names_the_study_its_best_merger_and_the_references(written)
 
 
 def test_the_page_is_one_file_that_asks_for_nothing(written):
-    page = Page(text := written.html.read_text())
+    page = ParsedPage(text := written.html.read_text())
     assert not page.open
     sources = [value for _, attributes in page.elements for name, value in attributes.items()
                if name in ("src", "href", "action", "style") or name.startswith("on")]  # fmt: skip
     assert all(re.match(r"data:(image/svg\+xml|text/plain);base64,", source) for source in sources)
-    assert not page.all("link")
+    assert not page.find_all("link")
     assert len(text) < 5_000_000
 
 
 def test_the_policy_names_the_style_and_the_scripts_of_the_page_and_allows_nothing_else(written):
     text = written.html.read_text()
-    policy = Page(text).all("meta")[2]["content"]
+    policy = ParsedPage(text).find_all("meta")[2]["content"]
     held = re.findall("<style>(.*?)</style>|<script>(.*?)</script>", text, re.S)
     digests = [hashlib.sha256("".join(each).encode()).digest() for each in held]
     assert re.findall("'sha256-(.*?)'", policy) == [base64.b64encode(digest).decode() for digest in digests]
@@ -165,7 +165,7 @@ def test_figures_beyond_the_pages_room_are_named(tmp_path, study, monkeypatch):
 
 
 def test_the_table_can_be_downloaded_from_the_page(written):
-    links = Page(written.html.read_text()).all("a")
+    links = ParsedPage(written.html.read_text()).find_all("a")
     for link in links:
         content = base64.b64decode(link["href"].split(",")[1])
         assert content == (written.html.parent / link["download"]).read_bytes()
@@ -173,17 +173,17 @@ def test_the_table_can_be_downloaded_from_the_page(written):
 
 
 def test_the_page_embeds_every_figure_with_a_text_for_it(written):
-    images = Page(written.html.read_text()).all("img")
+    images = ParsedPage(written.html.read_text()).find_all("img")
     embedded = [base64.b64decode(image["src"].split(",")[1]) for image in images]
     assert embedded == [path.with_suffix(".svg").read_bytes() for path in written.figures]
     assert all(image["alt"] for image in images)
 
 
 def test_the_pages_table_holds_the_values_of_the_table_with_the_means_first(written):
-    rows = Page(written.html.read_text()).rows
+    rows = ParsedPage(written.html.read_text()).rows
     assert rows[0] == ["model", "average", "normalized", "coefficient", "task0", "task1", "command"]
-    for (*shown, made), row in zip(rows[1:], written.table.rows, strict=False):
-        assert "python -m mergekit_lab '+experiment=a b' " in made
+    for (*shown, command), row in zip(rows[1:], written.table.rows, strict=False):
+        assert "python -m mergekit_lab '+experiment=a b' " in command
         assert shown == [
             row.label,
             row.average.text,
@@ -194,11 +194,11 @@ def test_the_pages_table_holds_the_values_of_the_table_with_the_means_first(writ
 
 
 def test_headings_are_buttons_that_tell_their_order_and_cells_carry_the_number(written):
-    page = Page(written.html.read_text())
-    headings = [button for button in page.all("button") if not button.get("class")]
+    page = ParsedPage(written.html.read_text())
+    headings = [button for button in page.find_all("button") if not button.get("class")]
     assert len(headings) == len(written.table.columns) + 2 + 1, "and one that closes a figure"
-    assert [th["aria-sort"] for th in page.all("th") if "aria-sort" in th] == ["none"] * 6
-    sortable = [td["data-value"] for td in page.all("td") if "data-value" in td]
+    assert [th["aria-sort"] for th in page.find_all("th") if "aria-sort" in th] == ["none"] * 6
+    sortable = [td["data-value"] for td in page.find_all("td") if "data-value" in td]
     assert float(sortable[0]) == written.table.rows[0].average.mean
 
 
@@ -215,10 +215,10 @@ def test_no_name_error_or_configuration_reaches_the_page_as_markup(tmp_path, rec
     write_failure(tmp_path / "failed", [EVIL], EVIL)
     paths = compare([tmp_path / "run", tmp_path / "failed"], tmp_path / "all", title=EVIL)
     text = paths.html.read_text()
-    page = Page(text)
-    assert len(page.all("script")) == text.count("</script>") == 5 + len(paths.figures)
+    page = ParsedPage(text)
+    assert len(page.find_all("script")) == text.count("</script>") == 5 + len(paths.figures)
     assert all("onerror" not in attributes for _, attributes in page.elements)
-    assert len(page.all("img")) == len(paths.figures)
+    assert len(page.find_all("img")) == len(paths.figures)
     assert page.rows[1][1] == EVIL
     assert "<img" not in paths.summary.read_text()
 
@@ -256,9 +256,9 @@ def test_a_second_report_leaves_no_figure_of_the_first_and_spares_foreign_ones(t
     (tmp_path / "figures" / "landscape.png").write_bytes(b"")
     report(tmp_path, study(1, 1), searches={})
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == [
-        *(f"heatmap.{kind}" for kind in KINDS),
+        *(f"heatmap.{extension}" for extension in KINDS),
         "landscape.png",
-        *(f"{name}.{kind}" for name in ("mergers", "training") for kind in KINDS),
+        *(f"{name}.{extension}" for name in ("mergers", "training") for extension in KINDS),
     ]
 
 
@@ -371,8 +371,8 @@ def test_no_pipe_and_no_device_in_a_run_s_folder_is_read(make, tmp_path, written
 
 def test_the_page_says_how_it_was_made_and_a_comparison_how_each_run_was(tmp_path, written, study):
     text, summary = written.html.read_text(), written.summary.read_text()
-    for said in (ORIGIN.command.replace("'", "&#39;"), "2026-01-02", "torch 2.9", "Linux x86_64, 2 cores"):
-        assert said in text
+    for part in (ORIGIN.command.replace("'", "&#39;"), "2026-01-02", "torch 2.9", "Linux x86_64, 2 cores"):
+        assert part in text
     assert "```\npython -m mergekit_lab '+experiment=a b'\n```" in summary
     report(tmp_path / "a", study(1, 1), origin=None)
     shutil.copytree(written.records.parent, tmp_path / "b")
@@ -389,8 +389,8 @@ def test_what_a_terminal_would_obey_comes_from_no_run_s_folder(tmp_path, written
     failure = read_run(folder)
     assert isinstance(failure, Failure)
     assert r"field 'task' is '\x1b[2J'" in failure.error
-    told = {"error": "\x1b]0;title\x07 lost\n\tline", "overrides": ["a=\x9b2J"]}
-    (folder / "failure.json").write_text(json.dumps(told))
+    recorded = {"error": "\x1b]0;title\x07 lost\n\tline", "overrides": ["a=\x9b2J"]}
+    (folder / "failure.json").write_text(json.dumps(recorded))
     assert read_run(folder) == Failure(str(folder), "]0;title lost\n\tline", ("a=2J",))
 
 
@@ -400,11 +400,11 @@ def test_no_flipped_bit_of_the_samples_stops_a_comparison(tmp_path, study):
     report(tmp_path, records, samples=samples)
     file = tmp_path / "samples.npz"
     sound = file.read_bytes()
-    told = set()
-    for place in range(len(sound)):
-        file.write_bytes(sound[:place] + bytes([sound[place] ^ 64]) + sound[place + 1 :])
-        told.add(type(read_run(tmp_path)))
-    assert told == {RunFiles, Failure}
+    types = set()
+    for position in range(len(sound)):
+        file.write_bytes(sound[:position] + bytes([sound[position] ^ 64]) + sound[position + 1 :])
+        types.add(type(read_run(tmp_path)))
+    assert types == {RunFiles, Failure}
 
 
 def test_a_comparison_draws_the_curves_of_each_group_once(tmp_path, study):

@@ -8,7 +8,7 @@ from rich.console import Console
 from mergekit_lab.reporting import Cell, build_table, print_table, to_csv, to_latex, to_markdown
 
 
-def small(record, **changes):
+def make_small_table(record, **changes):
     """Two tasks, experts .8 and .5; ties is better on dtd and in the mean, average on svhn."""
     values = {
         "zero_shot": (0.4, 0.2),
@@ -35,12 +35,12 @@ def small(record, **changes):
     return records
 
 
-def row_of(table, label, *group):
+def find_row(table, label, *group):
     return next(row for row in table.rows if row.label == label and row.group == group)
 
 
 def test_markdown_of_a_small_study(record):
-    table = build_table(small(record))
+    table = build_table(make_small_table(record))
     assert (
         to_markdown(table)
         == """\
@@ -61,7 +61,7 @@ def test_markdown_of_a_small_study(record):
 
 
 def test_normalized_accuracy_is_the_mean_of_ratios_not_the_ratio_of_means(record):
-    ties = row_of(build_table(small(record)), "ties")
+    ties = find_row(build_table(make_small_table(record)), "ties")
     assert ties.normalized.mean == pytest.approx((0.6 / 0.8 + 0.3 / 0.5) / 2)
     assert ties.normalized.mean != pytest.approx((0.6 + 0.3) / (0.8 + 0.5))
 
@@ -73,7 +73,7 @@ def test_seeds_give_mean_and_sample_standard_deviation(record):
         for seed, pair in by_seed.items()
         for task, value in zip(("a", "b"), pair, strict=True)
     )
-    row = row_of(table, "ties")
+    row = find_row(table, "ties")
     assert row.cells[0].mean == pytest.approx(0.64)
     assert row.cells[0].sd == pytest.approx((0.0016 + 0.0004 + 0.0036) ** 0.5 / 2**0.5)
     assert row.average.mean == pytest.approx(0.47)
@@ -84,8 +84,8 @@ def test_seeds_give_mean_and_sample_standard_deviation(record):
 
 
 def test_a_missing_task_shows_a_dash_and_takes_the_mean_with_it(record):
-    records = [r for r in small(record) if (r.label, r.task) != ("average", "svhn")]
-    average = row_of(build_table(records), "average")
+    records = [r for r in make_small_table(record) if (r.label, r.task) != ("average", "svhn")]
+    average = find_row(build_table(records), "average")
     assert [cell.text for cell in average.cells] == ["50.0", "–", "–", "–"]
     assert average.cells[0].best is False
 
@@ -95,18 +95,23 @@ def test_a_seed_that_lacks_a_task_is_left_out_of_the_mean_only(record):
         record(task=task, value=value, seed=seed)
         for task, seed, value in (("a", 0, 0.2), ("b", 0, 0.4), ("a", 1, 0.8))
     ]
-    row = row_of(build_table(records), "ties")
+    row = find_row(build_table(records), "ties")
     assert row.cells[0].mean == pytest.approx(0.5)
     assert row.average == Cell(pytest.approx(0.3), None)
 
 
 def test_a_row_with_fewer_seeds_than_the_table_is_named(record):
-    records = [*small(record, seed=0), *(r for r in small(record, seed=1) if r.label != "average")]
+    records = [
+        *make_small_table(record, seed=0),
+        *(r for r in make_small_table(record, seed=1) if r.label != "average"),
+    ]
     assert "Weight average has only seeds 0." in build_table(records).notes
 
 
 def test_axes_with_several_values_group_the_rows_and_others_are_hidden(record):
-    table = build_table([*small(record, optimizer="adamw"), *small(record, optimizer="sam")])
+    table = build_table(
+        [*make_small_table(record, optimizer="adamw"), *make_small_table(record, optimizer="sam")]
+    )
     assert table.axes == ("optimizer",)
     assert table.groups == (("adamw",), ("sam",))
     assert table.make_sheet().names == ("optimizer", "model")
@@ -114,10 +119,10 @@ def test_axes_with_several_values_group_the_rows_and_others_are_hidden(record):
 
 
 def test_the_best_merger_is_marked_in_each_group_by_itself(record):
-    weak = [replace(r, optimizer="sam", value=r.value / 2) for r in small(record)]
-    table = build_table([*small(record), *weak])
-    assert row_of(table, "ties", "adamw").average.best
-    assert row_of(table, "ties", "sam").average.best
+    weak = [replace(r, optimizer="sam", value=r.value / 2) for r in make_small_table(record)]
+    table = build_table([*make_small_table(record), *weak])
+    assert find_row(table, "ties", "adamw").average.best
+    assert find_row(table, "ties", "sam").average.best
     assert not any(cell.best for row in table.rows if row.kind != "merged" for cell in row.cells)
 
 
@@ -132,8 +137,8 @@ def test_a_group_is_averaged_over_its_own_tasks(record):
         record(suite=suite, task=task, value=value)
         for suite, task, value in (("one", "a", 0.2), ("two", "a", 0.4), ("two", "b", 0.6))
     )
-    assert row_of(table, "ties", "one").average.mean == pytest.approx(0.2)
-    assert row_of(table, "ties", "two").average.mean == pytest.approx(0.5)
+    assert find_row(table, "ties", "one").average.mean == pytest.approx(0.2)
+    assert find_row(table, "ties", "two").average.mean == pytest.approx(0.5)
 
 
 def test_runs_of_one_merger_are_told_apart_and_never_averaged(record):
@@ -180,14 +185,16 @@ def test_markdown_keeps_a_hostile_name_inside_its_cell(record):
     assert "| a\\|b&lt;script&gt; c |" in text
 
 
-def printed(table, width):
+def print_to_text(table, width):
     console = Console(file=StringIO(), width=width)
     print_table(table, console)
     return console.file.getvalue()
 
 
 def test_printing_shows_every_value_and_takes_no_markup_from_names(record):
-    text = printed(build_table(small(record, optimizer="[red]adamw") + small(record)), width=120)
+    text = print_to_text(
+        build_table(make_small_table(record, optimizer="[red]adamw") + make_small_table(record)), width=120
+    )
     assert "[red]adamw" in text
     for value in ("60.0", "30.0", "45.0", "67.5", "66.2", "0.3", "+joint"):
         assert value in text
@@ -195,9 +202,9 @@ def test_printing_shows_every_value_and_takes_no_markup_from_names(record):
 
 def test_a_narrow_terminal_gets_every_task_in_tables_below_each_other_the_means_first(study):
     table = build_table(study(tasks=20, mergers=2, seeds=2))
-    whole = printed(table, width=400)
+    whole = print_to_text(table, width=400)
     assert whole.index("task0") < whole.index("average") < whole.index("coefficient")
-    narrow = printed(table, width=80)
+    narrow = print_to_text(table, width=80)
     assert all(len(line) <= 80 for line in narrow.splitlines()[: -len(table.notes)])
     assert narrow.index("average") < narrow.index("task0") < narrow.index("task19")
     assert narrow.count("coefficient") == 1
@@ -206,7 +213,7 @@ def test_a_narrow_terminal_gets_every_task_in_tables_below_each_other_the_means_
 
 
 def test_flat_rows_hold_numbers_under_the_headers_names(record):
-    rows = build_table(small(record)).as_rows()
+    rows = build_table(make_small_table(record)).as_rows()
     assert rows[2]["model"] == "ties"
     assert rows[2]["average"] == pytest.approx(0.45)
     assert rows[2]["average sd"] is None
@@ -219,7 +226,10 @@ def test_no_records_make_an_empty_table_that_says_so():
 
 
 def test_where_experts_of_groups_differ_in_strength_a_note_says_that_shares_flatter_the_weak(record):
-    strong, weak = small(record), [replace(r, optimizer="sam", value=r.value / 2) for r in small(record)]
+    strong, weak = (
+        make_small_table(record),
+        [replace(r, optimizer="sam", value=r.value / 2) for r in make_small_table(record)],
+    )
     (note,) = [note for note in build_table([*strong, *weak]).notes if "differ in strength" in note]
     assert "from 32.5 to 65.0" in note
     same = [replace(r, optimizer="sam") for r in strong]
@@ -238,7 +248,7 @@ def test_where_experts_of_groups_differ_in_strength_a_note_says_that_shares_flat
 def test_a_reader_sees_the_names_of_methods_and_files_of_numbers_keep_the_labels(record, label, name):
     table = build_table([record(merger=label)])
     assert f"| {name} |" in to_markdown(table)
-    assert name.split()[0] in printed(table, 200)
+    assert name.split()[0] in print_to_text(table, 200)
     assert label in to_csv(table)
     assert table.mergers == (label,)
 
@@ -282,7 +292,7 @@ def test_checkpoints_are_rows_of_their_own_and_compete_where_nothing_was_merged(
     }
     assert any("best checkpoint" in note for note in alone.notes)
     assert not any("differ in strength" in note for note in alone.notes)
-    beside = build_table([*records, *(r for r in small(record) if r.kind == "merged")])
+    beside = build_table([*records, *(r for r in make_small_table(record) if r.kind == "merged")])
     assert [row.kind for row in beside.rows] == ["checkpoint", "checkpoint", "merged", "merged"]
     assert not any(cell.best for row in beside.rows[:2] for cell in row.cells)
     assert any("÷ the best checkpoint" in note for note in beside.notes)

@@ -7,34 +7,34 @@ from mergekit_lab import InputError
 from mergekit_lab.reporting import CsvTracker, Start, TensorBoardTracker, Tracker, build_table
 
 
-def rows(path):
+def read_rows(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
-def started(folder):
+def start_tracker(folder):
     tracker = CsvTracker()
     tracker.start(Start({"seed": 0}, folder, name="n"))
     return tracker
 
 
 def test_metrics_are_rows_under_their_names(tmp_path):
-    tracker = started(tmp_path / "run")
+    tracker = start_tracker(tmp_path / "run")
     tracker.log({"loss": 2.5}, step=1)
     tracker.log({"loss": 1.0 / 3.0}, step=2)
     tracker.finish()
-    assert rows(tmp_path / "run" / "metrics.csv") == [
+    assert read_rows(tmp_path / "run" / "metrics.csv") == [
         {"step": "1", "loss": "2.5"},
         {"step": "2", "loss": repr(1.0 / 3.0)},
     ]
 
 
 def test_a_metric_met_later_adds_a_column_and_loses_nothing(tmp_path):
-    tracker = started(tmp_path)
+    tracker = start_tracker(tmp_path)
     tracker.log({"loss": 2.0}, step=1)
     tracker.log({"accuracy, top 1": 0.5}, step=2)
     tracker.log({"loss": 1.0}, step=1)
-    assert rows(tmp_path / "metrics.csv") == [
+    assert read_rows(tmp_path / "metrics.csv") == [
         {"step": "1", "loss": "2.0", "accuracy, top 1": ""},
         {"step": "2", "loss": "", "accuracy, top 1": "0.5"},
         {"step": "1", "loss": "1.0", "accuracy, top 1": ""},
@@ -42,19 +42,19 @@ def test_a_metric_met_later_adds_a_column_and_loses_nothing(tmp_path):
 
 
 def test_a_resumed_run_goes_on_after_a_line_that_was_cut_off(tmp_path):
-    tracker = started(tmp_path)
+    tracker = start_tracker(tmp_path)
     tracker.log({"loss": 2.0, "lr": 0.1}, step=1)
     with (tmp_path / "metrics.csv").open("a") as file:
         file.write("2,1.")
-    started(tmp_path).log({"lr": 0.2, "loss": 0.5}, step=3)
-    assert rows(tmp_path / "metrics.csv") == [
+    start_tracker(tmp_path).log({"lr": 0.2, "loss": 0.5}, step=3)
+    assert read_rows(tmp_path / "metrics.csv") == [
         {"step": "1", "loss": "2.0", "lr": "0.1"},
         {"step": "2", "loss": "1.", "lr": ""},
         {"step": "3", "loss": "0.5", "lr": "0.2"},
     ]
 
 
-def spoil(folder, how):
+def damage(folder, how):
     if how == "a directory":
         (folder / "metrics.csv").mkdir()
         (folder / "tensorboard").write_text("not a folder")
@@ -77,13 +77,13 @@ def spoil(folder, how):
 def test_whatever_fails_costs_one_warning_and_never_the_run(make, how, tmp_path, record, caplog):
     tracker = make()
     if how in ("a directory", "bad text"):
-        spoil(tmp_path, how)
+        damage(tmp_path, how)
     for job in ("finetune", "evaluate"):
         tracker.start(Start({}, tmp_path, name="n", job_type=job))
         if how == "a full disk" and job == "finetune":
             tracker.log({"loss": 1.0}, step=0)
             (tmp_path / "metrics.csv").unlink()
-            spoil(tmp_path, how)
+            damage(tmp_path, how)
         tracker.log({"loss": 1.0}, step=1)
         tracker.log_summary(build_table([record()]))
         tracker.log_figure("f", tmp_path / "none.png")
@@ -105,19 +105,19 @@ def test_the_base_tracker_writes_nothing(tmp_path, record):
     assert not list(tmp_path.iterdir())
 
 
-def events(folder):
+def read_events(folder):
     """Names, steps and values of an event file: length, checksum, message, checksum, and so on."""
     from tensorboardX.proto.event_pb2 import Event
 
     (file,) = folder.glob("events.*")
-    content, place, found = file.read_bytes(), 0, []
-    while place < len(content):
-        (length,) = struct.unpack_from("<Q", content, place)
+    content, position, events = file.read_bytes(), 0, []
+    while position < len(content):
+        (length,) = struct.unpack_from("<Q", content, position)
         event = Event()
-        event.ParseFromString(content[place + 12 : place + 12 + length])
-        found += [(value.tag, event.step, value) for value in event.summary.value]
-        place += 16 + length
-    return found
+        event.ParseFromString(content[position + 12 : position + 12 + length])
+        events += [(value.tag, event.step, value) for value in event.summary.value]
+        position += 16 + length
+    return events
 
 
 def test_tensorboards_files_hold_metrics_the_leaderboard_and_figures_by_job(tmp_path, record):
@@ -131,11 +131,13 @@ def test_tensorboards_files_hold_metrics_the_leaderboard_and_figures_by_job(tmp_
         tracker.log_summary(build_table([record(value=0.6, expert_value=0.8)]))
         tracker.log_figure("mergers", tmp_path / "figure.png")
         tracker.finish()
-    found = {tag: (step, value) for tag, step, value in events(tmp_path / "run" / "tensorboard" / "evaluate")}
-    assert (found["evaluate/loss"][0], found["evaluate/loss"][1].simple_value) == (7, 2.5)
-    assert found["ties/normalized"][1].simple_value == pytest.approx(0.75)
-    assert (found["mergers"][1].image.height, found["mergers"][1].image.width) == (100, 100)
-    assert "finetune/loss" not in found
+    logged = {
+        tag: (step, value) for tag, step, value in read_events(tmp_path / "run" / "tensorboard" / "evaluate")
+    }
+    assert (logged["evaluate/loss"][0], logged["evaluate/loss"][1].simple_value) == (7, 2.5)
+    assert logged["ties/normalized"][1].simple_value == pytest.approx(0.75)
+    assert (logged["mergers"][1].image.height, logged["mergers"][1].image.width) == (100, 100)
+    assert "finetune/loss" not in logged
 
 
 def test_without_the_library_tensorboard_says_what_to_install(monkeypatch):

@@ -12,11 +12,11 @@ from mergekit_lab.reporting.wandb_dashboard import ANALYSES, build_dashboard
 @pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")  # in wandb_workspaces itself
 def test_the_dashboard_shows_what_the_tracker_logs() -> None:
     pytest.importorskip("wandb_workspaces")
-    made = build_dashboard("p", "team", ["quickstart"])
-    saved = json.dumps(made._to_model().spec.model_dump(mode="json", by_alias=True, exclude_none=True))
+    dashboard = build_dashboard("p", "team", ["quickstart"])
+    saved = json.dumps(dashboard._to_model().spec.model_dump(mode="json", by_alias=True, exclude_none=True))
     for name in ("best/normalized", "best/seconds", "leaderboard", "train_loss", "quickstart", "evaluate"):
         assert name in saved
-    assert (made.project, made.entity) == ("p", "team")
+    assert (dashboard.project, dashboard.entity) == ("p", "team")
 
 
 def test_every_analysis_has_its_figure_there() -> None:

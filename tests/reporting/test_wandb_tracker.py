@@ -6,7 +6,7 @@ import os
 
 import pytest
 from PIL import Image
-from reporting.wandb_offline import KEY, items, offline_records
+from reporting.wandb_offline import KEY, read_items, read_offline_records
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.reporting import Start, WandbTracker, build_table
@@ -23,12 +23,12 @@ CONFIG = {
 }
 
 
-def warnings_of(caplog):
+def list_warnings(caplog):
     ours = (r for r in caplog.records if r.name.startswith("mergekit_lab") and r.levelno >= logging.WARNING)
     return [record.getMessage() for record in ours]
 
 
-def small_table(record):
+def build_small_table(record):
     return build_table([record(value=0.6, expert_value=0.8), record(merger="average", value=0.4)])
 
 
@@ -40,7 +40,7 @@ def test_an_offline_run_holds_all_that_was_logged_and_calls_nobody(server, monke
     tracker.start(Start(CONFIG, tmp_path / "run", name="a name", group="a group", job_type="merge", tags=tags))
     tracker.log({"loss": 2.0}, step=5)
     tracker.log({"loss": 1.0}, step=1)
-    tracker.log_summary(small_table(record))
+    tracker.log_summary(build_small_table(record))
     tracker.log_records([record(value=0.6, expert_value=0.8), record(kind="expert", value=0.8)])
     tracker.log_figure("mergers", tmp_path / "figure.png")
     tracker.finish()
@@ -48,7 +48,7 @@ def test_an_offline_run_holds_all_that_was_logged_and_calls_nobody(server, monke
     with pytest.raises(BlockingIOError):
         server.accept()
     assert os.environ["WANDB_ERROR_REPORTING"] == "false"
-    records = offline_records(tmp_path / "run")
+    records = read_offline_records(tmp_path / "run")
     run = next(r.run for r in records if r.HasField("run"))
     assert (run.project, run.display_name, run.run_group, run.job_type) == (
         "a project",
@@ -57,14 +57,17 @@ def test_an_offline_run_holds_all_that_was_logged_and_calls_nobody(server, monke
         "merge",
     )
     assert sorted(run.tags) == ["glyph_clip", "sam", "ties", "x" * 64]
-    config = items(run.config.update)
+    config = read_items(run.config.update)
     assert {**config, "_wandb": None} == {**flatten(CONFIG), "_wandb": None}
-    history = [items(r.history.item) for r in records if r.HasField("history")]
+    history = [read_items(r.history.item) for r in records if r.HasField("history")]
     assert [(h["step"], h["loss"]) for h in history if "loss" in h] == [(5, 2.0), (1, 1.0)]
     assert [h["leaderboard/nrows"] for h in history if "leaderboard/nrows" in h] == [2]
     assert [h["mergers/format"] for h in history if "mergers/format" in h] == ["png"]
     summary = {
-        key: value for r in records if r.HasField("summary") for key, value in items(r.summary.update).items()
+        key: value
+        for r in records
+        if r.HasField("summary")
+        for key, value in read_items(r.summary.update).items()
     }
     assert summary["ties/normalized"] == pytest.approx(0.75)
     tables = {
@@ -99,7 +102,7 @@ def test_without_a_key_the_run_is_offline_with_one_warning_if_online_was_asked(s
             tracker.start(Start({}, tmp_path / str(mode), name="n"))
         tracker.finish()
         assert len(list((tmp_path / str(mode)).glob("wandb/offline-run-*/*.wandb"))) == 1
-        assert len(warnings_of(caplog)) == warnings
+        assert len(list_warnings(caplog)) == warnings
 
 
 @pytest.fixture
@@ -144,14 +147,14 @@ def test_after_one_start_that_failed_online_a_tracker_stays_offline_and_warns_on
 
     init = wandb.init
 
-    def unreachable(mode, **arguments):
+    def refuse(mode, **arguments):
         asked.append((mode, arguments["id"]))
         timeouts.append(arguments["settings"].init_timeout)
         if mode == "online":
             raise ConnectionError("no route")
         return init(mode=mode, **arguments)
 
-    monkeypatch.setattr("wandb.init", unreachable)
+    monkeypatch.setattr("wandb.init", refuse)
     tracker = WandbTracker()
     with caplog.at_level(logging.WARNING):
         for job in ("finetune", "merge"):
@@ -161,7 +164,7 @@ def test_after_one_start_that_failed_online_a_tracker_stays_offline_and_warns_on
     # wandb's service still holds the id of what it could not start
     assert asked == [("online", "finetune"), ("offline", "finetune-offline"), ("offline", "merge")]
     assert set(timeouts) == {15.0}
-    (warning,) = warnings_of(caplog)
+    (warning,) = list_warnings(caplog)
     assert "start failed (no route)" in warning
 
 
@@ -170,10 +173,10 @@ def test_a_broken_wandb_costs_one_warning_and_never_the_run(asked_modes, tmp_pat
     with caplog.at_level(logging.WARNING):
         tracker.start(Start({}, tmp_path, name="n"))
         tracker.log({"loss": 1.0}, step=0)
-        tracker.log_summary(small_table(record))
+        tracker.log_summary(build_small_table(record))
         tracker.log_figure("f", tmp_path / "none.png")
         tracker.finish()
-    assert warnings_of(caplog) == ["wandb: start failed: ConnectionError: no route"]
+    assert list_warnings(caplog) == ["wandb: start failed: ConnectionError: no route"]
 
 
 def test_failures_after_the_start_are_one_warning_and_later_metrics_still_arrive(server, tmp_path, caplog):
@@ -184,9 +187,9 @@ def test_failures_after_the_start_are_one_warning_and_later_metrics_still_arrive
         tracker.log_figure("f", tmp_path / "none.png")
         tracker.log({"loss": 1.0}, step=4)
     tracker.finish()
-    (warning,) = warnings_of(caplog)
+    (warning,) = list_warnings(caplog)
     assert "log_figure failed: FileNotFoundError" in warning
-    assert 4 in [items(r.history.item).get("step") for r in offline_records(tmp_path)]
+    assert 4 in [read_items(r.history.item).get("step") for r in read_offline_records(tmp_path)]
 
 
 def test_a_run_that_was_never_finished_does_not_lend_itself_to_the_next(server, tmp_path):
@@ -197,7 +200,7 @@ def test_a_run_that_was_never_finished_does_not_lend_itself_to_the_next(server, 
     tracker.finish()
     abandoned.finish()
     for name in ("a", "b"):
-        run = next(r.run for r in offline_records(tmp_path / name) if r.HasField("run"))
+        run = next(r.run for r in read_offline_records(tmp_path / name) if r.HasField("run"))
         assert run.display_name == name
 
 
@@ -207,7 +210,7 @@ def test_the_same_configuration_goes_on_in_the_same_run_unless_told_not_to(serve
         tracker = WandbTracker(mode="offline", resume=resume)
         tracker.start(Start({}, tmp_path / folder, name="n", identity="same"))
         tracker.finish()
-        ids += [r.run.run_id for r in offline_records(tmp_path / folder) if r.HasField("run")][:1]
+        ids += [r.run.run_id for r in read_offline_records(tmp_path / folder) if r.HasField("run")][:1]
     assert ids[:2] == ["same", "same"]
     assert ids[2] != "same"
 
@@ -259,8 +262,8 @@ def test_offline_runs_print_one_line_in_all(server, monkeypatch, tmp_path, capfd
         tracker.log({"loss": 1.0}, step=1)
         tracker.finish()
     assert "".join(capfd.readouterr()) == ""
-    told = [record.getMessage() for record in caplog.records if record.name.startswith("mergekit_lab")]
-    assert told == [f"W&B is offline; later: wandb sync {tmp_path / 'run'}/wandb/offline-run-*"]
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("mergekit_lab")]
+    assert messages == [f"W&B is offline; later: wandb sync {tmp_path / 'run'}/wandb/offline-run-*"]
 
 
 @pytest.mark.parametrize("module", ["wandb_link", "wandb_dashboard"])

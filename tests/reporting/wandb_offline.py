@@ -7,7 +7,7 @@ from pathlib import Path
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
 
-def offline_records(folder):
+def read_offline_records(folder):
     """The protobuf records of the offline run under `folder`: a LevelDB log after a 7-byte header."""
     import wandb
     from wandb.proto.wandb_internal_pb2 import Record
@@ -19,10 +19,10 @@ def offline_records(folder):
         if (room := 32768 - position % 32768) < 7:
             position += room
             continue
-        _, length, kind = struct.unpack_from("<IHB", content, position)
+        _, length, record_type = struct.unpack_from("<IHB", content, position)
         message += content[position + 7 : position + 7 + length]
         position += 7 + length
-        if kind in (1, 4):  # a full record, or the last part of one
+        if record_type in (1, 4):  # a full record, or the last part of one
             record = Record()
             record.ParseFromString(message)
             records.append(record)
@@ -30,5 +30,5 @@ def offline_records(folder):
     return records
 
 
-def items(updates):
+def read_items(updates):
     return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in updates}

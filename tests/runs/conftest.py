@@ -2,7 +2,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from backbone import be_small, write_small
+from backbone import make_small, write_small
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
@@ -27,5 +27,5 @@ def small_backbone(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def _small_backbone(small_backbone):
     """And files that a crash of the machine may lose, which takes the disk's time."""
-    with be_small(small_backbone), patch("mergekit_lab.store.store.sync_to_disk"):
+    with make_small(small_backbone), patch("mergekit_lab.store.store.sync_to_disk"):
         yield

@@ -3,18 +3,18 @@
 from mergekit_lab.reporting import Tracker
 
 
-class Recorder(Tracker):
-    """`told` are the calls of all of them, in order: name and arguments."""
+class RecordingTracker(Tracker):
+    """`calls` are the calls of all of them, in order: name and arguments."""
 
-    told: list[tuple[str, dict]] = []  # noqa: RUF012
+    calls: list[tuple[str, dict]] = []  # noqa: RUF012
 
     def start(self, start):
-        self.told.append(("start", vars(start)))
+        self.calls.append(("start", vars(start)))
 
     def log_product(self, product):
-        self.told.append(
+        self.calls.append(
             ("product", {"name": product.reference, "kind": product.kind, "inputs": product.inputs})
         )
 
     def finish(self):
-        self.told.append(("finish", {}))
+        self.calls.append(("finish", {}))

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import yaml
-from composing import TINY, composed
+from composing import TINY, compose_config
 from hydra.utils import get_class
 from pictures import leave_undrawn
 
@@ -64,7 +64,7 @@ FILES = sorted((find_conf_dir() / "analysis").glob("*.yaml"))
 
 
 def go(folder: Path, store: Path, *overrides: str) -> None:
-    cfg, choices = composed([*TINY, f"store.root={store}", *overrides])
+    cfg, choices = compose_config([*TINY, f"store.root={store}", *overrides])
     start(cfg, folder, choices, list(overrides))
 
 
@@ -123,7 +123,7 @@ def test_the_analysis_of_the_page_measures_the_stored_experts(trained, tmp_path,
     page = (Path(__file__).parents[2] / "docs/analysis.md").read_text()
     (tmp_path / "my_analyses.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
     monkeypatch.syspath_prepend(tmp_path)
-    cfg, choices = composed([*TINY, f"store.root={trained[1]}", "joint=false"])
+    cfg, choices = compose_config([*TINY, f"store.root={trained[1]}", "joint=false"])
     cfg.analysis = {"_target_": "my_analyses.Distance"}
     run = Run(cfg, tmp_path, choices)
     moved = build(cfg.analysis, Analysis).compute(run, tmp_path)
@@ -148,20 +148,20 @@ def test_landscape_and_disentanglement_share_one_pass(trained, tmp_path) -> None
 def test_a_plane_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypatch) -> None:
     _, store = trained
     options = ["analysis.points=4", "analysis.others=0.3"]
-    real, made = planes.evaluate_plane, []
+    real, counts = planes.evaluate_plane, []
 
     def cut(*args, start=0, **named):
         for count, row in enumerate(real(*args, start=start, **named)):
-            if len(made) == 2 and start == 0:
+            if len(counts) == 2 and start == 0:
                 raise KeyboardInterrupt
-            made.append(start + count)
+            counts.append(start + count)
             yield row
 
     monkeypatch.setattr(planes, "evaluate_plane", cut)
     with pytest.raises(KeyboardInterrupt):
         analyze(tmp_path / "cut", store, "landscape", *options)
     resumed = analyze(tmp_path / "resumed", store, "landscape", *options)
-    assert made == [0, 1, 2, 3]
+    assert counts == [0, 1, 2, 3]
     monkeypatch.setattr(planes, "evaluate_plane", real)
     shutil.rmtree(store / "analyses")
     whole = analyze(tmp_path / "whole", store, "landscape", *options)
@@ -171,13 +171,13 @@ def test_a_plane_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypatc
 def test_a_barrier_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypatch) -> None:
     _, store = trained
     options = ["analysis.points=4"]
-    real, made = contract.evaluate_line, []
+    real, lines = contract.evaluate_line, []
 
     def cut(model, start, end, alphas, tasks, size):
         (label,) = tasks
-        if made == ["digits"] and label == "latin" and not (tmp_path / "again").exists():
+        if lines == ["digits"] and label == "latin" and not (tmp_path / "again").exists():
             raise KeyboardInterrupt
-        made.append(label)
+        lines.append(label)
         return real(model, start, end, alphas, tasks, size)
 
     monkeypatch.setattr(contract, "evaluate_line", cut)
@@ -185,7 +185,7 @@ def test_a_barrier_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypa
         analyze(tmp_path / "cut", store, "barrier", *options)
     (tmp_path / "again").mkdir()
     assert list(analyze(tmp_path / "resumed", store, "barrier", *options)["tasks"]) == ["digits", "latin"]
-    assert made == ["digits", "latin"]
+    assert lines == ["digits", "latin"]
 
 
 @pytest.mark.parametrize(
@@ -199,8 +199,8 @@ def test_a_barrier_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypa
 def test_what_was_finished_of_one_that_was_cut_is_read_back(
     name: str, where, what: str, pieces: int, trained, tmp_path, monkeypatch
 ) -> None:
-    given = [f"store.root={trained[1]}", "joint=false", f"analysis={name}", *SMALL[name]]
-    cfg, choices = composed([*TINY, *given])
+    overrides = [f"store.root={trained[1]}", "joint=false", f"analysis={name}", *SMALL[name]]
+    cfg, choices = compose_config([*TINY, *overrides])
     if name == "curvature_gain":  # which takes Fishers from the store
         go(tmp_path / "fishers", trained[1], "merger=epimer", "joint=false", "stage=[curvature]")
     context, analysis = Run(cfg, tmp_path, choices), build(cfg.analysis, Analysis)
@@ -212,8 +212,8 @@ def test_what_was_finished_of_one_that_was_cut_is_read_back(
             raise KeyboardInterrupt
         return real(*args, **named)
 
-    for place in ("cut", "whole"):
-        (tmp_path / place).mkdir()
+    for part in ("cut", "whole"):
+        (tmp_path / part).mkdir()
     monkeypatch.setattr(where, what, cut)
     with pytest.raises(KeyboardInterrupt):
         analysis.compute(context, tmp_path / "cut")
@@ -230,8 +230,8 @@ def test_the_numbers_are_those_of_the_stored_models(trained, tmp_path) -> None:
     at_one = sweep["mergers"]["task_arithmetic"]
     assert sweep["alphas"] == [0.0, 1.0, 2.0]
     wanted = next(p["normalized"] for p in searched if p["coefficient"] == 1.0)
-    found = sum(at_one[t]["value"][1] / sweep["experts"][t] for t in at_one) / 2
-    assert found == pytest.approx(wanted, abs=1e-6)
+    normalized = sum(at_one[t]["value"][1] / sweep["experts"][t] for t in at_one) / 2
+    assert normalized == pytest.approx(wanted, abs=1e-6)
     barrier = analyze(tmp_path / "b", store, "barrier", "analysis.samples=null", "analysis.part=test")
     experts = {r.task: r.value for r in read_records(folder / "records.jsonl") if r.kind == "expert"}
     merged = {r.task: r.value for r in read_records(folder / "records.jsonl") if r.kind == "merged"}
@@ -315,13 +315,13 @@ def test_a_task_whose_expert_scores_zero_does_not_choose_the_coefficient(
     values = {"digits": {0.5: 0.8, 1.0: 0.4}, "latin": {0.5: 0.0, 1.0: 0.01}}
     own = {"digits": 0.8, "latin": 0.0}
 
-    def made(model, start, end, alphas, tasks, size):
-        def at(task, alpha):
+    def evaluate(model, start, end, alphas, tasks, size):
+        def get_value(task, alpha):
             return own[task] if len(tasks) == 1 else values[task][alpha]
 
-        return {t: {"loss": [1.0] * len(alphas), "value": [at(t, a) for a in alphas]} for t in tasks}
+        return {t: {"loss": [1.0] * len(alphas), "value": [get_value(t, a) for a in alphas]} for t in tasks}
 
-    monkeypatch.setattr(contract, "evaluate_line", made)
+    monkeypatch.setattr(contract, "evaluate_line", evaluate)
     (point,) = analyze(tmp_path / "a", trained[1], "expert_count", "analysis.samples=19")["points"]
     assert (point["coefficient"], point["normalized"], point["left_out"]) == (0.5, 1.0, ["latin"])
     assert point["value"] == pytest.approx(0.4)
@@ -344,8 +344,8 @@ def test_the_ends_of_a_way_between_experts_lie_on_the_straight_line(trained, tmp
 
 
 def test_the_largest_rank_is_the_uncapped_merge_and_all_experts_are_the_last_group(trained, tmp_path) -> None:
-    found = analyze(tmp_path / "a", trained[1], "rank_sweep", "analysis.ranks=[1,100000]")
-    assert [point["rank"] for point in found["points"]] == [1, 100000]
+    curve = analyze(tmp_path / "a", trained[1], "rank_sweep", "analysis.ranks=[1,100000]")
+    assert [point["rank"] for point in curve["points"]] == [1, 100000]
     whole = analyze(tmp_path / "b", trained[1], "alpha_sweep", "analysis.low=0.5", "analysis.high=1.0")
     assert whole["alphas"] == [0.5, 0.75, 1.0]
     (group,) = analyze(tmp_path / "c", trained[1], "expert_count")["points"]
@@ -358,11 +358,11 @@ def test_the_largest_rank_is_the_uncapped_merge_and_all_experts_are_the_last_gro
 
 def test_a_share_of_all_samples_is_the_runs_own_fisher(trained, tmp_path) -> None:
     _, store = trained
-    found = analyze(
+    points = analyze(
         tmp_path / "a", store, "fisher_fraction", "analysis.fractions=[0.05,1.0]", "analysis.batch=null"
     )["points"]
-    assert [(p["fraction"], p["samples"]) for p in found] == [(0.05, [3, 5]), (1.0, [60, 104])]
-    assert {p["coefficient"] for p in found} == {1.0}  # a Fisher average has none
+    assert [(p["fraction"], p["samples"]) for p in points] == [(0.05, [3, 5]), (1.0, [60, 104])]
+    assert {p["coefficient"] for p in points} == {1.0}  # a Fisher average has none
     before = len(list((store / "fishers").iterdir()))
     go(tmp_path / "b", store, "stage=[curvature,merge]", "merger=fisher", "curvature.samples=null",
        "curvature.fraction=1.0")  # fmt: skip
@@ -372,12 +372,12 @@ def test_a_share_of_all_samples_is_the_runs_own_fisher(trained, tmp_path) -> Non
 def test_the_whole_number_of_steps_is_the_runs_own_experts(trained, tmp_path) -> None:
     folder, store = trained
     before = len(list((store / "experts").iterdir()))
-    found = analyze(tmp_path, store, "steps", "analysis.samples=null", "analysis.part=test")["points"]
-    assert [point["steps"] for point in found] == [2, 4]
+    points = analyze(tmp_path, store, "steps", "analysis.samples=null", "analysis.part=test")["points"]
+    assert [point["steps"] for point in points] == [2, 4]
     assert len(list((store / "experts").iterdir())) <= before + 2
     experts = {r.task: r.value for r in read_records(folder / "records.jsonl") if r.kind == "expert"}
-    assert found[1]["experts"] == pytest.approx(experts, abs=1e-6)
-    assert set(found[0]["mergers"]) == {"task_arithmetic"}
+    assert points[1]["experts"] == pytest.approx(experts, abs=1e-6)
+    assert set(points[0]["mergers"]) == {"task_arithmetic"}
 
 
 def test_densities_hold_the_share_they_reach_and_the_sum_is_that_of_all(trained, tmp_path) -> None:
@@ -404,7 +404,7 @@ def test_a_plane_of_the_cloud_is_that_of_a_singular_value_decomposition() -> Non
     ends = {
         t: {"a": base["a"] + torch.randn(3, 4, generator=generator), "steps": torch.tensor(2)} for t in "wxyz"
     }
-    shares, places, explained = planes.find_principal_plane(ends, base)
+    shares, coordinates, explained = planes.find_principal_plane(ends, base)
     vectors = torch.stack([(end["a"] - base["a"]).flatten().double() for end in ends.values()])
     centered = vectors - vectors.mean(dim=0)
     _, s, vh = torch.linalg.svd(centered, full_matrices=False)
@@ -413,7 +413,7 @@ def test_a_plane_of_the_cloud_is_that_of_a_singular_value_decomposition() -> Non
     torch.testing.assert_close(
         (components @ vh[:2].T).abs(), torch.eye(2, dtype=torch.float64), atol=1e-6, rtol=0
     )
-    torch.testing.assert_close(places, centered @ components.T)
+    torch.testing.assert_close(coordinates, centered @ components.T)
     assert explained == pytest.approx((s[:2] ** 2 / (s**2).sum()).tolist())
 
 
@@ -429,10 +429,10 @@ def test_a_value_out_of_range_is_refused_where_no_configuration_gives_it() -> No
 
 
 def test_a_share_of_samples_is_whole_batches_and_one_at_least() -> None:
-    made = Curvature(
+    curvature = Curvature(
         kind=None, samples=None, fraction=0.005, batch=64, estimate="per_sample", sampled=False, chunk=8
     )
-    assert [made.count(images) for images in (3384, 19850, 60000)] == [64, 64, 256]
+    assert [curvature.count(images) for images in (3384, 19850, 60000)] == [64, 64, 256]
 
 
 def test_what_bfloat16_rounds_away_of_a_task_vector_is_counted() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import open_clip
 import pytest
-from composing import composed
+from composing import compose_config
 from hub_repos import write_repository
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -75,7 +75,7 @@ def hub(tmp_path_factory) -> Path:
     return root
 
 
-def tiny(hub: Path, store: Path) -> list[str]:
+def list_tiny_overrides(hub: Path, store: Path) -> list[str]:
     """One step of two pictures on a CPU."""
     return [
         f"data_root={hub}/data",
@@ -108,7 +108,7 @@ def read_option(group: str, option: str) -> DictConfig:
     return OmegaConf.load(find_conf_dir() / group / f"{option}.yaml")
 
 
-def swept(cfg) -> dict[str, str]:
+def get_swept(cfg) -> dict[str, str]:
     return dict(cfg.hydra.sweeper.get("params") or {})
 
 
@@ -126,12 +126,12 @@ def test_every_clip_experiment_says_its_command_and_runs_its_first_job(
     assert head[1].startswith("# Question: ")
     assert head[2] == f"# Command:  python -m mergekit_lab +experiment={name}"
     assert head[3].startswith("# Cost: ")
-    cfg, choices = composed([f"+experiment={name}", *tiny(hub, shared)])
-    sweep = swept(HydraConfig.instance().cfg)
+    cfg, choices = compose_config([f"+experiment={name}", *list_tiny_overrides(hub, shared)])
+    sweep = get_swept(HydraConfig.instance().cfg)
     first = {key: values.split(",")[0] for key, values in sweep.items()}
     if first:
         jobs = [f"{key}={value}" for key, value in first.items() if not key.startswith("training.")]
-        cfg, choices = composed([f"+experiment={name}", *tiny(hub, shared), *jobs])
+        cfg, choices = compose_config([f"+experiment={name}", *list_tiny_overrides(hub, shared), *jobs])
     shrink(cfg, hub)
     check(cfg)
     cells = {
@@ -152,9 +152,9 @@ def test_clip_experiments_run_from_repositories_as_on_the_hub(
     name: str, job: list[str], hub: Path, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = published.read_setting
-    whole, _ = composed([f"+experiment={name}", *job])
+    whole, _ = compose_config([f"+experiment={name}", *job])
 
-    def setting(run, key):
+    def get_setting(run, key):
         """The experiment's own, where this test makes it smaller."""
         if key == "backbone.weights":
             return "openai"
@@ -164,8 +164,8 @@ def test_clip_experiments_run_from_repositories_as_on_the_hub(
             else real(run, key)
         )
 
-    monkeypatch.setattr(published, "read_setting", setting)
-    cfg, choices = composed([f"+experiment={name}", *job, *tiny(hub, shared)])
+    monkeypatch.setattr(published, "read_setting", get_setting)
+    cfg, choices = compose_config([f"+experiment={name}", *job, *list_tiny_overrides(hub, shared)])
     shrink(cfg, hub)
     start(cfg, tmp_path, choices, [])
     beside = read_beside(tmp_path)
@@ -176,8 +176,8 @@ def test_clip_experiments_run_from_repositories_as_on_the_hub(
 def test_a_tables_experiments_reach_its_rows_and_train_no_others() -> None:
     reached = set()
     for name in ("mergopt_table9", "mergopt_table9_tangent"):
-        _, choices = composed([f"+experiment={name}"])
-        sweep = swept(HydraConfig.instance().cfg)
+        _, choices = compose_config([f"+experiment={name}"])
+        sweep = get_swept(HydraConfig.instance().cfg)
         reached |= {(choices["finetuning"], optimizer) for optimizer in sweep["optimizer"].split(",")}
     assert {(r.finetuning, r.optimizer) for r in read_published("mergopt 9")} == reached
 
@@ -187,7 +187,7 @@ def test_a_figure_composes_with_the_model_that_ships(name: str) -> None:
     lines = (find_conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()
     assert lines[2] == f"# Command:  python -m mergekit_lab +experiment={name}"
     assert any(line.startswith("# Shipped data:  backbone=glyph_clip suite=glyphs8") for line in lines)
-    cfg, choices = composed([f"+experiment={name}", "backbone=glyph_clip", "suite=glyphs8"])
+    cfg, choices = compose_config([f"+experiment={name}", "backbone=glyph_clip", "suite=glyphs8"])
     check(cfg)
     assert choices["shipped"] == cfg.shipped
     assert (choices["training"], cfg.training.steps) == ("glyphs", 150)
@@ -219,23 +219,23 @@ def test_conditions_ask_for_keys_that_the_options_have(file) -> None:
             assert rest.split(".")[0] in keys, key
 
 
-def stand_beside(tmp_path: Path, *job: str) -> list[Beside]:
+def list_beside(tmp_path: Path, *job: str) -> list[Beside]:
     """The published numbers that stand beside a run, had it been made: each of its own is 1."""
-    cfg, choices = composed([*job, "backbone.weights=null"])
+    cfg, choices = compose_config([*job, "backbone.weights=null"])
     setup = Run(cfg, tmp_path, choices)
 
     def holds(when: str) -> bool:
         return when == "backbone.weights=openai" or published.have_settings(setup, when)
 
     axes = {axis: choices[axis] for axis in ("backbone", "finetuning", "optimizer")}
-    given = (lambda *_: 1.0, axes, holds, setup.tasks)
-    return [each for table in cfg.published for each in set_beside(table, *given)]
+    reference = (lambda *_: 1.0, axes, holds, setup.tasks)
+    return [each for table in cfg.published for each in set_beside(table, *reference)]
 
 
 @pytest.mark.parametrize("backbone", ["b32", "b16", "l14"])
 def test_public_experts_are_merged_as_their_published_rows_say(backbone: str, tmp_path: Path) -> None:
     rows = [r for r in read_published("fusion_bench 8 tasks") if r.backbone == f"clip_vit_{backbone}"]
-    beside = stand_beside(tmp_path, "+experiment=clip_public_experts", f"backbone=clip_vit_{backbone}")
+    beside = list_beside(tmp_path, "+experiment=clip_public_experts", f"backbone=clip_vit_{backbone}")
     assert len(beside) == len(rows)
 
 
@@ -243,16 +243,16 @@ def test_public_experts_are_merged_as_their_published_rows_say(backbone: str, tm
     "job", [("saft_tableC4", "optimizer=asam"), ("mergopt_table9", "optimizer=mergopt")], ids=lambda job: job[0]
 )
 def test_a_tables_numbers_stand_beside_its_experiment(job: tuple[str, str], tmp_path: Path) -> None:
-    assert any(each.ours is not None for each in stand_beside(tmp_path, f"+experiment={job[0]}", job[1]))
+    assert any(each.ours is not None for each in list_beside(tmp_path, f"+experiment={job[0]}", job[1]))
 
 
 @pytest.mark.parametrize(
     ("more", "holds"), [([], True), (["merger.coefficient=0.4"], False), (["merger.preset=mergekit"], False)]
 )
 def test_a_single_merger_keeps_its_experiments_settings(more: list[str], holds: bool, tmp_path: Path) -> None:
-    given = ["+experiment=clip_public_experts", "backbone.weights=null", "merger=ties", *more]
-    cfg, choices = composed(given)
-    setup = Run(with_chosen_merger(cfg, given), tmp_path, choices)
+    overrides = ["+experiment=clip_public_experts", "backbone.weights=null", "merger=ties", *more]
+    cfg, choices = compose_config(overrides)
+    setup = Run(with_chosen_merger(cfg, overrides), tmp_path, choices)
     assert list(setup.mergers) == ["ties"]
     (row,) = (
         r
@@ -263,21 +263,21 @@ def test_a_single_merger_keeps_its_experiments_settings(more: list[str], holds: 
 
 
 def test_a_single_merger_of_another_experiment_is_its_groups(tmp_path: Path) -> None:
-    given = ["+experiment=clip_adamw", "merger=breadcrumbs", "merger.density=0.5"]
-    cfg, _ = composed(given)
-    assert with_chosen_merger(cfg, given) is cfg
+    overrides = ["+experiment=clip_adamw", "merger=breadcrumbs", "merger.density=0.5"]
+    cfg, _ = compose_config(overrides)
+    assert with_chosen_merger(cfg, overrides) is cfg
 
 
 def test_searched_fields_are_open_and_checked_before_any_work(tmp_path: Path) -> None:
-    def made(given: str) -> Run:
-        more = ["search=halving", "merger=ties", f"store.root={tmp_path}", f"search.fields={given}"]
-        return Run(*composed(["backbone=glyph_clip", *more])[:1], tmp_path, {"merger": "ties"})
+    def compose_search(fields: str) -> Run:
+        more = ["search=halving", "merger=ties", f"store.root={tmp_path}", f"search.fields={fields}"]
+        return Run(*compose_config(["backbone=glyph_clip", *more])[:1], tmp_path, {"merger": "ties"})
 
-    assert made("{density: [0.3, 0.2]}").search.list_variants({"density": 0.1}) == [
+    assert compose_search("{density: [0.3, 0.2]}").search.list_variants({"density": 0.1}) == [
         {"density": 0.3},
         {"density": 0.2},
     ]
     with pytest.raises(InputError, match=r"search.fields.densty.*'density'"):
-        made("{densty: [0.3]}")
+        compose_search("{densty: [0.3]}")
     with pytest.raises(InputError, match="density"):
-        made("{density: [0.5, 7]}")
+        compose_search("{density: [0.5, 7]}")

@@ -5,7 +5,7 @@ import re
 from itertools import zip_longest
 
 import pytest
-from composing import composed, plain
+from composing import compose_config, to_plain
 from omegaconf import OmegaConf
 
 from mergekit_lab import InputError
@@ -37,7 +37,7 @@ ROWS += [{"trainer": option} for option in list_options("trainer")]
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(row.values()))
 def test_every_option_composes_and_every_target_takes_its_keys(row: dict[str, str]) -> None:
     named = ["backbone.source=org/name"] if row.get("backbone", "").startswith("hf_") else []
-    cfg, choices = composed([*(f"{group}={option}" for group, option in row.items()), *named])
+    cfg, choices = compose_config([*(f"{group}={option}" for group, option in row.items()), *named])
     check(settle(cfg))
     assert choices.items() >= row.items()
 
@@ -54,32 +54,34 @@ def test_every_experiment_says_its_question_and_its_command() -> None:
 
 @pytest.mark.parametrize("option", [f.stem for f in sorted((find_conf_dir() / "optimizer").glob("*.yaml"))])
 def test_every_optimizer_configuration_builds_from_named_parameters(option: str, encoder) -> None:
-    make = make_optimizer_factory(composed([f"optimizer={option}"])[0].optimizer, steps=100)
+    make = make_optimizer_factory(compose_config([f"optimizer={option}"])[0].optimizer, steps=100)
     optimizer = make(list(encoder.named_parameters()))
     assert optimizer.param_groups[0]["lr"] == pytest.approx(2e-4)
 
 
 def test_the_command_line_wins_over_an_experiment_in_its_own_groups() -> None:
-    cfg, choices = composed(["+experiment=vit_b32_saft", "optimizer=sam", "training.steps=5"])
+    cfg, choices = compose_config(["+experiment=vit_b32_saft", "optimizer=sam", "training.steps=5"])
     assert choices["optimizer"] == "sam"
     assert cfg.training.steps == 5
-    assert composed(["+experiment=vit_b32_saft"])[0].training.steps == 8000
+    assert compose_config(["+experiment=vit_b32_saft"])[0].training.steps == 8000
 
 
 def test_a_merger_on_the_command_line_replaces_the_experiments_list(tmp_path) -> None:
     from mergekit_lab.runs.run import Run
 
-    cfg, choices = composed(["+experiment=quickstart", "merger=ties", "merger.preset=mergekit", "store.root=s"])
+    cfg, choices = compose_config(
+        ["+experiment=quickstart", "merger=ties", "merger.preset=mergekit", "store.root=s"]
+    )
     check(cfg)
     mergers = Run(cfg, tmp_path, choices).mergers
     assert list(mergers) == ["ties"]
     assert mergers["ties"].method.preset == "mergekit"
     assert mergers["ties"].searched
-    cfg, choices = composed(["merger=ties", "merger.coefficient=0.4", "store.root=s"])
+    cfg, choices = compose_config(["merger=ties", "merger.coefficient=0.4", "store.root=s"])
     fixed = Run(cfg, tmp_path, choices).mergers["ties"]
     assert not fixed.searched
     assert fixed.method.coefficient == 0.4
-    cfg, choices = composed(["merger=task_arithmetic", "search=none", "store.root=s"])
+    cfg, choices = compose_config(["merger=task_arithmetic", "search=none", "store.root=s"])
     default = Run(cfg, tmp_path, choices).mergers["task_arithmetic"]
     assert not default.searched
     assert default.method.coefficient == 0.3
@@ -134,7 +136,7 @@ def test_a_merger_on_the_command_line_replaces_the_experiments_list(tmp_path) ->
     ],
 )
 def test_a_wrong_key_or_value_is_refused_by_name(override: str, match: str) -> None:
-    cfg, _ = composed(["merger=ties", "optimizer=sam", override])
+    cfg, _ = compose_config(["merger=ties", "optimizer=sam", override])
     with pytest.raises(InputError, match=match):
         check(cfg)
 
@@ -142,52 +144,52 @@ def test_a_wrong_key_or_value_is_refused_by_name(override: str, match: str) -> N
 def test_whole_numbers_enter_keys_as_what_they_are_read_as() -> None:
     """Else `density=1` and `density=1.0` would be merged, and trained, twice."""
 
-    def settled(one: str) -> dict:
-        given = ["training.lr", "optimizer.rho", "optimizer.base.eps", "finetuning.alpha"]
-        given += ["merger.density", "merger.coefficient"]
-        overrides = [f"++{name}={one}" for name in given] + [f"search.coefficients=[{one},2.5]"]
+    def settle_plainly(one: str) -> dict:
+        keys = ["training.lr", "optimizer.rho", "optimizer.base.eps", "finetuning.alpha"]
+        keys += ["merger.density", "merger.coefficient"]
+        overrides = [f"++{name}={one}" for name in keys] + [f"search.coefficients=[{one},2.5]"]
         kinds = ["optimizer=sam", "finetuning=lora", "merger=ties", "training.steps=1", "run_dir=run"]
-        cfg, _ = composed([*kinds, *overrides])
-        made = with_floats(cfg, Main)
-        assert OmegaConf.is_struct(made) == OmegaConf.is_struct(cfg)
-        assert OmegaConf.is_interpolation(made.optimizer.base, "lr")
-        return plain(made)
+        cfg, _ = compose_config([*kinds, *overrides])
+        settled_config = with_floats(cfg, Main)
+        assert OmegaConf.is_struct(settled_config) == OmegaConf.is_struct(cfg)
+        assert OmegaConf.is_interpolation(settled_config.optimizer.base, "lr")
+        return to_plain(settled_config)
 
-    found = settled("1")
-    assert json.dumps(found) == json.dumps(settled("1.0"))
-    assert type(found["training"]["steps"]) is type(found["finetuning"]["rank"]) is int
-    assert found["optimizer"]["base"]["lr"] == found["training"]["lr"] == 1.0
+    config = settle_plainly("1")
+    assert json.dumps(config) == json.dumps(settle_plainly("1.0"))
+    assert type(config["training"]["steps"]) is type(config["finetuning"]["rank"]) is int
+    assert config["optimizer"]["base"]["lr"] == config["training"]["lr"] == 1.0
 
 
 def test_an_analysis_that_comes_last_is_checked_before_the_first_stage() -> None:
     lines = ["stage=[finetune,analyze]", "analysis=landscape", "analysis.samples=0"]
     with pytest.raises(InputError, match=r"analysis\.samples is 0.*1"):
-        check(composed(lines)[0])
+        check(compose_config(lines)[0])
 
 
 def test_runs_that_are_started_in_the_same_second_have_a_folder_each() -> None:
-    first, second = (composed([])[0].run_dir for _ in range(2))
+    first, second = (compose_config([])[0].run_dir for _ in range(2))
     assert first != second
 
 
 def test_an_objective_is_refused_where_nothing_is_merged() -> None:
     with pytest.raises(InputError, match=r"objective=value .*set merger=NAME"):
-        check(composed(["objective=value"])[0])
+        check(compose_config(["objective=value"])[0])
 
 
 def test_a_methods_own_complaint_comes_through() -> None:
-    cfg, _ = composed(["merger=ties", "merger.density=2"])
+    cfg, _ = compose_config(["merger=ties", "merger.density=2"])
     with pytest.raises(InputError, match=r"density is 2.*\(0, 1\]"):
         build(cfg.merger, Method)
 
 
 def test_stages_are_listed_in_short_and_long_form() -> None:
-    cfg, _ = composed([])
+    cfg, _ = compose_config([])
     assert check_stages(cfg) == [name for name in STAGES if name != "analyze"]
-    assert check_stages(composed(["stage=report"])[0]) == ["report"]
+    assert check_stages(compose_config(["stage=report"])[0]) == ["report"]
     with pytest.raises(InputError, match=r"'marge'.*'merge'"):
-        check_stages(composed(["stage=marge"])[0])
+        check_stages(compose_config(["stage=marge"])[0])
 
 
 def test_values_of_a_composed_configuration_are_plain() -> None:
-    assert plain(composed(["+experiment=quickstart"])[0])["seed"] == 0
+    assert to_plain(compose_config(["+experiment=quickstart"])[0])["seed"] == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from composing import TINY, composed
+from composing import TINY, compose_config
 
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.backbones import OpenClip
@@ -18,11 +18,11 @@ from mergekit_lab.schema.run import check
 
 
 def go(folder: Path, store: Path, *overrides: str) -> None:
-    cfg, choices = composed([*TINY, f"store.root={store}", *overrides])
+    cfg, choices = compose_config([*TINY, f"store.root={store}", *overrides])
     start(cfg, folder, choices, list(overrides))
 
 
-def keys(store: Path, kind: str) -> set[str]:
+def list_keys(store: Path, kind: str) -> set[str]:
     return {p.parent.name for p in (store / kind).glob("*/manifest.json")}
 
 
@@ -38,13 +38,13 @@ def test_regmean_runs_end_to_end_on_grams_that_the_run_computes(merged) -> None:
     records = read_records(folder / "records.jsonl")
     key = {r.model_key for r in records if r.merger == "regmean"}
     assert len(key) == 1
-    assert len(keys(store, "grams")) == 2
-    assert not keys(store, "fishers")
+    assert len(list_keys(store, "grams")) == 2
+    assert not list_keys(store, "fishers")
     base = OpenClip("glyph-clip", "asset:glyph_clip").make_model().state_dict()
     expert_keys = [r.model_key for r in records if r.kind == "expert"]
     order = {
         e: g
-        for g in keys(store, "grams")
+        for g in list_keys(store, "grams")
         for e in expert_keys
         if e in (store / "grams" / g / "manifest.json").read_text()
     }
@@ -62,16 +62,16 @@ def test_regmean_runs_end_to_end_on_grams_that_the_run_computes(merged) -> None:
 def test_regmean_plusplus_takes_its_grams_in_the_merged_model(merged, tmp_path) -> None:
     """The experts are found; the merge is the one by Grams chained over the same samples."""
     _, store = merged
-    grams = keys(store, "grams")
-    before = keys(store, "merged")
+    grams = list_keys(store, "grams")
+    before = list_keys(store, "merged")
     go(tmp_path, store, "merger=regmean_plusplus", "joint=false", "stage=merge")
-    (made,) = keys(store, "merged") - before
-    assert keys(store, "grams") == grams
+    (key,) = list_keys(store, "merged") - before
+    assert list_keys(store, "grams") == grams
     records = read_records(merged[0] / "records.jsonl")
     experts = {
         r.task: store / "experts" / r.model_key / "model.safetensors" for r in records if r.kind == "expert"
     }
-    stored, (plain,) = open_checkpoint(store / "merged" / made), before
+    stored, (plain,) = open_checkpoint(store / "merged" / key), before
     first, last = (f"visual.transformer.resblocks.{n}.mlp.c_fc.weight" for n in (0, 1))
     other = open_checkpoint(store / "merged" / plain)
     mean = sum(open_checkpoint(path)["visual.conv1.weight"] for path in experts.values()) / len(experts)
@@ -82,18 +82,18 @@ def test_regmean_plusplus_takes_its_grams_in_the_merged_model(merged, tmp_path) 
 
 def test_grams_are_found_again_by_any_run_that_asks_for_the_same(merged, tmp_path, monkeypatch) -> None:
     _, store = merged
-    before = keys(store, "grams")
+    before = list_keys(store, "grams")
     monkeypatch.setattr("mergekit_lab.runs.curvature.input_grams", None)
     go(tmp_path / "a", store, "merger=regmean", "stage=[curvature,merge]")
     go(tmp_path / "b", store, "stage=curvature", "curvature=gram", "merger=average", "curvature.chunk=3")
     go(tmp_path / "c", store, "stage=curvature", "curvature=gram", "merger=average", "curvature.sampled=true")
-    assert keys(store, "grams") == before
+    assert list_keys(store, "grams") == before
 
 
 def test_fractions_and_samples_name_other_artifacts(merged, tmp_path) -> None:
     _, store = merged
     go(tmp_path / "a", store, "stage=curvature", "curvature=gram", "merger=average", "curvature.samples=4")
-    assert len(keys(store, "grams")) == 4
+    assert len(list_keys(store, "grams")) == 4
     go(tmp_path / "b", store, "stage=curvature", "curvature=fisher", "merger=average", "curvature.samples=null",
        "curvature.fraction=0.1")  # fmt: skip
     (digits,) = [m for m in (store / "fishers").glob("*/manifest.json") if '"samples": 6' in m.read_text()]
@@ -102,16 +102,18 @@ def test_fractions_and_samples_name_other_artifacts(merged, tmp_path) -> None:
     assert {n: s.shape for n, s in fisher.specs.items()} == {n: s.shape for n, s in expert.specs.items()}
 
 
-@pytest.mark.parametrize(("kind", "function"), [("fisher", "diagonal_fisher"), ("gram", "input_grams")])
-def test_out_of_memory_begins_anew_with_smaller_chunks(merged, tmp_path, monkeypatch, kind, function) -> None:
+@pytest.mark.parametrize(("side_input", "function"), [("fisher", "diagonal_fisher"), ("gram", "input_grams")])
+def test_out_of_memory_begins_anew_with_smaller_chunks(
+    merged, tmp_path, monkeypatch, side_input, function
+) -> None:
     import mergekit_lab.runs.curvature as room
 
     _, store = merged
     tried, compute = [], getattr(room, function)
 
-    def crowded(limit: int):
-        def computed(model, batches, **options):
-            def fitting():
+    def limit_memory(limit: int):
+        def compute_or_fail(model, batches, **options):
+            def yield_fitting():
                 for batch in batches:
                     yield batch
                     if tried[-1] > limit:  # in the middle of the work
@@ -119,46 +121,52 @@ def test_out_of_memory_begins_anew_with_smaller_chunks(merged, tmp_path, monkeyp
 
             batches = list(batches)
             tried.append(len(batches[0][1]))
-            return compute(model, fitting(), **options)
+            return compute(model, yield_fitting(), **options)
 
-        return computed
+        return compute_or_fail
 
-    shared = ["stage=curvature", f"curvature={kind}", "merger=average", "only=[digits]", "curvature.samples=7"]
-    monkeypatch.setattr(room, function, crowded(0))
+    shared = [
+        "stage=curvature",
+        f"curvature={side_input}",
+        "merger=average",
+        "only=[digits]",
+        "curvature.samples=7",
+    ]
+    monkeypatch.setattr(room, function, limit_memory(0))
     with pytest.raises(
-        InputError, match=rf"the {kind} of digits does not fit .*curvature.chunk=1 .*device=cpu"
+        InputError, match=rf"the {side_input} of digits does not fit .*curvature.chunk=1 .*device=cpu"
     ):
         go(tmp_path / "a", store, *shared, "curvature.chunk=4")
     assert tried == [4, 2, 1]
-    before = keys(store, f"{kind}s")
-    monkeypatch.setattr(room, function, crowded(2))
+    before = list_keys(store, f"{side_input}s")
+    monkeypatch.setattr(room, function, limit_memory(2))
     go(tmp_path / "b", store, *shared, "curvature.chunk=4")
-    (made,) = keys(store, f"{kind}s") - before
+    (key,) = list_keys(store, f"{side_input}s") - before
     monkeypatch.setattr(room, function, compute)
     other = tmp_path / "store"
     shutil.copytree(store / "experts", other / "experts")
     go(tmp_path / "c", other, *shared, "curvature.chunk=2")
-    file = f"{kind}s/{made}/{kind}.safetensors"
+    file = f"{side_input}s/{key}/{side_input}.safetensors"
     assert (store / file).read_bytes() == (other / file).read_bytes()
 
 
 def test_a_fisher_from_the_first_moment_has_a_name_of_its_own_and_is_merged_with(merged, tmp_path) -> None:
     _, store = merged
-    before = keys(store, "fishers")
+    before = list_keys(store, "fishers")
     go(tmp_path / "a", store, "merger=fisher", "stage=[curvature,merge]", "curvature.estimate=first_moment")
-    (one, other) = keys(store, "fishers") - before
+    (one, other) = list_keys(store, "fishers") - before
     fisher = open_checkpoint(store / "fishers" / one / "fisher.safetensors")
     assert all(bool((fisher[name] >= 0).all()) for name in fisher)
     assert any(fisher[name].any() for name in fisher)
-    told = json.loads((store / "fishers" / other / "manifest.json").read_text())["content"]["curvature"]
-    assert told == {"samples": 8, "sampled": False, "estimate": "first_moment", "batch_size": 16}
+    curvature = json.loads((store / "fishers" / other / "manifest.json").read_text())["content"]["curvature"]
+    assert curvature == {"samples": 8, "sampled": False, "estimate": "first_moment", "batch_size": 16}
 
 
 def test_a_fraction_is_a_prefix_of_the_same_shuffle(tmp_path) -> None:
     from mergekit_lab.runs.curvature import list_batches
     from mergekit_lab.runs.run import Run
 
-    cfg, choices = composed([*TINY, f"store.root={tmp_path}"])
+    cfg, choices = compose_config([*TINY, f"store.root={tmp_path}"])
     context = Run(cfg, tmp_path, choices)
     few = torch.cat([x for x, _ in list_batches(context, "fisher", "digits", 6, 4)])
     more = torch.cat([x for x, _ in list_batches(context, "fisher", "digits", 20, 7)])
@@ -180,7 +188,7 @@ def test_a_fraction_is_a_prefix_of_the_same_shuffle(tmp_path) -> None:
 )
 def test_a_wrong_setting_is_refused(overrides: list[str], match: str) -> None:
     with pytest.raises(InputError, match=match):
-        check(composed(overrides)[0])
+        check(compose_config(overrides)[0])
 
 
 def test_masks_are_trained_in_the_merge(merged, tmp_path) -> None:
@@ -189,13 +197,13 @@ def test_masks_are_trained_in_the_merge(merged, tmp_path) -> None:
     before = {*(store / "merged").iterdir()}
     how = "{_target_: mergekit_lab.merging.Localization, epochs: 2, start: 0.5, lr: 1.0e+6}"
     go(tmp_path, store, "merger=localize_stitch", f"merger.learn={how}", "joint=false", "stage=merge")
-    (made,) = {*(store / "merged").iterdir()} - before
+    (mask_folder,) = {*(store / "merged").iterdir()} - before
     base = OpenClip("glyph-clip", "asset:glyph_clip").make_model().state_dict()
     experts = [
         store / "experts" / r.model_key for r in read_records(folder / "records.jsonl") if r.kind == "expert"
     ]
     untrained = merge_state_dicts(base, experts, LocalizeStitch(density=0.5))
-    stored, name = open_checkpoint(made), "visual.proj"
+    stored, name = open_checkpoint(mask_folder), "visual.proj"
     kept = [float((model[name] != base[name]).double().mean()) for model in (stored, untrained)]
     assert 0.05 < kept[0] < 1
     assert abs(kept[0] - kept[1]) > 0.02

@@ -6,9 +6,9 @@ from pathlib import Path
 import open_clip
 import pytest
 import torch
-from composing import composed
-from hub_repos import pictures, write_parquet, write_repository, write_tar
-from hub_server import COMMIT, serving
+from composing import compose_config
+from hub_repos import make_pictures, write_parquet, write_repository, write_tar
+from hub_server import COMMIT, serve
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
@@ -54,12 +54,14 @@ def published(tmp_path_factory) -> Path:
     """EuroSAT, two sets of weights and an expert, with files beside them that nobody wants."""
     root = tmp_path_factory.mktemp("hub")
     data = root / "datasets/tanganke/eurosat"
-    write_repository(build({**composed(["suite=clip8"])[0].suite.tasks.eurosat}, HubImages), data)
-    write_parquet(data / "data/validation-00000-of-00001.parquet", pictures(5, 10, 7))
+    write_repository(build({**compose_config(["suite=clip8"])[0].suite.tasks.eurosat}, HubImages), data)
+    write_parquet(data / "data/validation-00000-of-00001.parquet", make_pictures(5, 10, 7))
     for seed, tag in enumerate(WEIGHTS.values()):
-        place = root / "models" / tag["hf_hub"]
-        place.mkdir(parents=True)
-        save_file(room.make_whole_model((NAME, None, seed)).state_dict(), place / "open_clip_model.safetensors")
+        model_folder = root / "models" / tag["hf_hub"]
+        model_folder.mkdir(parents=True)
+        save_file(
+            room.make_whole_model((NAME, None, seed)).state_dict(), model_folder / "open_clip_model.safetensors"
+        )
     expert = root / "models" / EXPERT
     expert.mkdir(parents=True)
     renamed = to_transformers(OpenClip(NAME, None, seed=5).make_model().state_dict())
@@ -75,24 +77,24 @@ def published(tmp_path_factory) -> Path:
 @pytest.fixture
 def online(published: Path, tmp_path: Path, monkeypatch):
     """The client asks the hub on this machine, and has an empty cache; gives what it asked."""
-    with serving(published, tmp_path / "cache", monkeypatch) as asked:
+    with serve(published, tmp_path / "cache", monkeypatch) as asked:
         yield asked
 
 
-def evaluated(tmp_path: Path, *overrides: str) -> dict[str, float]:
+def read_values(tmp_path: Path, *overrides: str) -> dict[str, float]:
     """Values by key of a run's evaluations."""
-    cfg, choices = composed([*RUN, f"store.root={tmp_path}/store", *overrides])
+    cfg, choices = compose_config([*RUN, f"store.root={tmp_path}/store", *overrides])
     start(cfg, tmp_path / "run", choices, [])
-    found = {}
+    values = {}
     for file in sorted((tmp_path / "store").glob("evaluations/*/manifest.json")):
-        found[file.parent.name] = json.loads(file.read_text())["info"]["value"]
-    return found
+        values[file.parent.name] = json.loads(file.read_text())["info"]["value"]
+    return values
 
 
 def test_what_a_run_downloaded_is_found_without_asking_again(online, tmp_path, monkeypatch) -> None:
-    cfg, _ = composed([*RUN, f"store.root={tmp_path}/store"])
+    cfg, _ = compose_config([*RUN, f"store.root={tmp_path}/store"])
     assert len(list_missing(cfg)[0]) == 3
-    first = evaluated(tmp_path)
+    first = read_values(tmp_path)
     expert = load_file(next((tmp_path / "store").glob("experts/*/model.safetensors")))
     own = OpenClip(NAME, None, seed=5).make_model().state_dict()
     assert torch.equal(expert["visual.conv1.weight"], own["visual.conv1.weight"])
@@ -105,7 +107,7 @@ def test_what_a_run_downloaded_is_found_without_asking_again(online, tmp_path, m
     assert list_missing(cfg) == ([], [])
     online.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert evaluated(tmp_path / "again") == first
+    assert read_values(tmp_path / "again") == first
     assert online == []
 
 
@@ -114,7 +116,7 @@ def test_what_is_fetched_and_carried_gives_the_same_features_without_a_network(
     weights: str, online, tmp_path, monkeypatch
 ) -> None:
     asked = [*RUN, f"backbone.weights={weights}", f"experts={{eurosat: {EXPERT}}}"]
-    cfg, choices = composed([*asked, "stage=fetch", f"fetch_to={tmp_path}/fetched"])
+    cfg, choices = compose_config([*asked, "stage=fetch", f"fetch_to={tmp_path}/fetched"])
     start(cfg, tmp_path / "run", choices, [])
     pixels = torch.randint(0, 256, (2, 3, 32, 32), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     there = OpenClip(NAME, weights)
@@ -126,18 +128,18 @@ def test_what_is_fetched_and_carried_gives_the_same_features_without_a_network(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     online.clear()
     more = added.replace("FOLDER", f"{tmp_path}/carried").split()
-    here = build(composed([*RUN, *more])[0].backbone, OpenClip)
+    here = build(compose_config([*RUN, *more])[0].backbone, OpenClip)
     assert here.uses_quick_gelu() == there.uses_quick_gelu() == (weights == "openai")
     with torch.no_grad():
         assert torch.equal(here.make_model()(pixels), wanted)
-    assert len(evaluated(tmp_path, *more)) == 3  # the backbone, the expert and the merged model
+    assert len(read_values(tmp_path, *more)) == 3  # the backbone, the expert and the merged model
     assert online == []
 
 
 def test_shards_without_a_count_are_whole_once_the_last_file_is_there(online, published, tmp_path) -> None:
     repository = published / "datasets/clip-benchmark/wds_fer2013"
     for number, name in enumerate(("train/0", "train/1", "test/0", "test/1")):
-        write_tar(repository / f"{name}.tar", pictures(4, 7, number))
+        write_tar(repository / f"{name}.tar", make_pictures(4, 7, number))
     (repository / ".gitattributes").touch()
     asked = "clip-benchmark/wds_fer2013", ["train", "test"]
     cached = download_data(*asked, None)
@@ -151,13 +153,13 @@ def test_shards_without_a_count_are_whole_once_the_last_file_is_there(online, pu
 
 def test_what_the_hub_does_not_have_is_named(online, tmp_path) -> None:
     more = ["sources.eurosat=tanganke/eurosta", "stage=fetch", f"fetch_to={tmp_path}/f"]
-    cfg, _ = composed([*RUN, *more])
+    cfg, _ = compose_config([*RUN, *more])
     with pytest.raises(InputError, match=r"tanganke/eurosta.*404"):
         start(cfg, tmp_path / "run", {}, [])
     with pytest.raises(InputError, match=r"OpenAI's.*'laion2b'"):
-        evaluated(tmp_path, "backbone.weights=laion2b")
+        read_values(tmp_path, "backbone.weights=laion2b")
     with pytest.raises(InputError, match=r"nobody/clip-vit-base-patch32_eurosat.*status 404"):
-        evaluated(tmp_path, "experts=hub:nobody")
+        read_values(tmp_path, "experts=hub:nobody")
 
 
 @pytest.mark.parametrize("source", ["/nope", "./x", "a/b/c.pt"])
@@ -165,26 +167,26 @@ def test_an_expert_that_is_neither_a_path_nor_a_hub_id_is_named(source, tmp_path
     for more in ([], ["stage=fetch", f"fetch_to={tmp_path}/f"]):
         asked = [*RUN, "backbone.weights=null", f"experts={{eurosat: {source}}}", "data_root=/tmp", *more]
         with pytest.raises(InputError, match=f"{source} is neither a path"):
-            start(composed(asked)[0], tmp_path / "run", {}, [])
+            start(compose_config(asked)[0], tmp_path / "run", {}, [])
 
 
 def test_an_expert_of_a_revision_is_asked_for_by_it(online, tmp_path) -> None:
     source = f"{EXPERT}@{COMMIT}"
     assert must_download(source)
     asked = [*RUN, "backbone.weights=null", f"experts={{eurosat: {source}}}"]
-    start(composed([*asked, "stage=fetch", f"fetch_to={tmp_path}/f"])[0], tmp_path / "run", {}, [])
+    start(compose_config([*asked, "stage=fetch", f"fetch_to={tmp_path}/f"])[0], tmp_path / "run", {}, [])
     assert (tmp_path / "f" / "experts" / NAME / "eurosat" / "model.safetensors").is_file()
     assert not must_download(source)
 
 
 def test_what_is_wrong_is_listed_with_what_is_missing(online, tmp_path, monkeypatch) -> None:
     wrong = ["sources.eurosat=/no/data", "backbone.weights=/no/weights.pt", "experts=/no/experts"]
-    cfg = composed([*(part for part in RUN if part != "~suite.tasks.dtd"), *wrong])[0]
+    cfg = compose_config([*(part for part in RUN if part != "~suite.tasks.dtd"), *wrong])[0]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(InputError, match="4 missing for this run") as told:
+    with pytest.raises(InputError, match="4 missing for this run") as caught:
         start(cfg, tmp_path / "run", {}, [])
     for name in ("tanganke/dtd", "/no/data", "/no/weights.pt", "/no/experts"):
-        assert str(told.value).count(name) == 1
+        assert str(caught.value).count(name) == 1
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with pytest.raises(InputError, match=r"^sources\.eurosat is '/no/data'"):
         start(cfg, tmp_path / "run", {}, [])
@@ -204,28 +206,28 @@ def test_backbones_share_a_fetched_folder(online, tmp_path, monkeypatch) -> None
     used = []
     for name, job in jobs.items():
         asked = [*RUN, f"backbone.architecture={name}", *job, "stage=fetch", f"fetch_to={tmp_path}/fetched"]
-        start(composed(asked)[0], tmp_path / "run", {}, [])
+        start(compose_config(asked)[0], tmp_path / "run", {}, [])
         used.append((tmp_path / "fetched/USE.txt").read_text())
     assert used[0] == used[1]
     more = used[0].splitlines()[-1].replace("FOLDER", f"{tmp_path}/fetched").split()
     for name, job in jobs.items():
-        carried, _ = composed([*RUN, f"backbone.architecture={name}", *more])
+        carried, _ = compose_config([*RUN, f"backbone.architecture={name}", *more])
         assert list_missing(carried) == ([], [])
         backbone, task = build(carried.backbone, OpenClip), build(carried.suite.tasks.eurosat, HubImages)
         wanted = OpenClip(name, job[0].partition("=")[2])
         assert backbone.identify()["sha256"] == wanted.identify()["sha256"]
-        found = find_expert(carried.experts, backbone, task)
-        assert Path(found).parent.name == name
+        expert = find_expert(carried.experts, backbone, task)
+        assert Path(expert).parent.name == name
         assert backbone.source.find_published_name() == wanted.weights
 
 
 def test_a_dry_fetch_lists_and_takes_nothing(online, tmp_path, caplog) -> None:
-    cfg = composed([*RUN, "dry_run=true", "stage=fetch", f"fetch_to={tmp_path}/f"])[0]
+    cfg = compose_config([*RUN, "dry_run=true", "stage=fetch", f"fetch_to={tmp_path}/f"])[0]
     with caplog.at_level("INFO"):
         start(cfg, tmp_path / "run", {}, [])
     for what in ("eurosat: ", "weights openai: ", f"expert of eurosat, {EXPERT}: "):
         assert f"would fetch {what}{tmp_path}/f" in caplog.text
-    cfg = composed([*RUN, "dry_run=true", "stage=check_data"])[0]
+    cfg = compose_config([*RUN, "dry_run=true", "stage=check_data"])[0]
     with caplog.at_level("INFO"):
         start(cfg, tmp_path / "run", {}, [])
     assert "check_data would decode every" in caplog.text

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from composing import composed
-from language import save_tiny, tiny_backbone
+from composing import compose_config
+from language import make_tiny_backbone, save_tiny
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
@@ -31,7 +31,7 @@ from mergekit_lab.tasks import HarnessTask
 HERE = ["progress=false", "device=cpu"]
 
 
-def beside_harness(test):
+def run_beside_harness(test):
     """A test of the harness itself; what other packages warn of is not ours."""
     there = util.find_spec("lm_eval") is not None
     marks = [
@@ -103,7 +103,7 @@ def inputs(tmp_path_factory):
     return folder
 
 
-@beside_harness
+@run_beside_harness
 def test_scores_are_those_of_the_harness_s_own_command_line(inputs, tmp_path, monkeypatch, capfd) -> None:
     """Models in memory, whatever their batch; the command loads the folder."""
     monkeypatch.chdir(tmp_path)
@@ -114,8 +114,8 @@ def test_scores_are_those_of_the_harness_s_own_command_line(inputs, tmp_path, mo
         "--output_path", f"{tmp_path}/out.json",
     ]  # fmt: skip
     subprocess.run([sys.executable, "-m", "lm_eval", *arguments], check=True, capture_output=True, cwd=tmp_path)
-    told = json.loads(next(tmp_path.glob("out*.json")).read_text())["results"]
-    backbone = tiny_backbone(inputs / "names", "llama")
+    reference = json.loads(next(tmp_path.glob("out*.json")).read_text())["results"]
+    backbone = make_tiny_backbone(inputs / "names", "llama")
     for name, metrics in {
         "pick": {"acc": "acc,none", "acc_norm": "acc_norm,none"},
         "say": {"chrf,start": "chrf,start", "chrf,all": "chrf,all"},
@@ -125,7 +125,7 @@ def test_scores_are_those_of_the_harness_s_own_command_line(inputs, tmp_path, mo
         ours = score_with_harness(backbone.make_model(), backbone.load_tokenizer(), task)
         unit = 100 if name == "say" else 1
         assert ours.metrics == pytest.approx(
-            {n: told[name][key] / unit for n, key in metrics.items()}, abs=1e-9
+            {n: reference[name][key] / unit for n, key in metrics.items()}, abs=1e-9
         )
         assert ours.count == 9
         assert list(ours.samples) == (list(metrics) if name == "pick" else [])
@@ -133,35 +133,36 @@ def test_scores_are_those_of_the_harness_s_own_command_line(inputs, tmp_path, mo
     assert len({*ours.metrics.values(), 0.0, 1.0}) == 3, "a value that a broken harness would give too"
 
 
-@beside_harness
+@run_beside_harness
 @pytest.mark.parametrize(
-    ("kind", "how"), [("llama", {"apply_chat_template": True, "num_fewshot": 1}), ("t5", {"limit": 0.5})]
+    ("architecture", "how"),
+    [("llama", {"apply_chat_template": True, "num_fewshot": 1}), ("t5", {"limit": 0.5})],
 )
-def test_settings_and_models_mean_what_they_mean_to_the_harness(inputs, tmp_path, kind, how) -> None:
+def test_settings_and_models_mean_what_they_mean_to_the_harness(inputs, tmp_path, architecture, how) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    folder = save_tiny(tmp_path, "t5") if kind == "t5" else inputs / "names"
-    told = simple_evaluate(
+    folder = save_tiny(tmp_path, "t5") if architecture == "t5" else inputs / "names"
+    reference = simple_evaluate(
         "hf", {"pretrained": str(folder), "dtype": "float32"}, tasks=["pick"], device="cpu",
         task_manager=TaskManager(include_path=str(inputs / "tasks"), include_defaults=False), bootstrap_iters=0,
         **how,
     )  # fmt: skip
-    backbone = tiny_backbone(folder, kind)
+    backbone = make_tiny_backbone(folder, architecture)
     task = HarnessTask("pick", include_path=str(inputs / "tasks"), **how)
     ours = score_with_harness(backbone.make_model(), backbone.load_tokenizer(), task)
-    assert ours.samples["acc"] == [sample["acc"] for sample in told["samples"]["pick"]]
-    assert ours.metrics["acc_norm"] == told["results"]["pick"]["acc_norm,none"]
-    found = run_harness(
+    assert ours.samples["acc"] == [sample["acc"] for sample in reference["samples"]["pick"]]
+    assert ours.metrics["acc_norm"] == reference["results"]["pick"]["acc_norm,none"]
+    results = run_harness(
         backbone.make_model(), backbone.load_tokenizer(), task, "auto", "float32", progress=False
     )
-    samples = read_results(task, found).samples
+    samples = read_results(task, results).samples
     assert samples == ours.samples, "as on CUDA, where the harness finds how many rows fit"
 
 
-@beside_harness
+@run_beside_harness
 def test_what_records_cannot_hold_and_what_is_not_there_is_refused(inputs, tmp_path) -> None:
-    backbone, include = tiny_backbone(inputs / "base", "llama"), str(inputs / "tasks")
+    backbone, include = make_tiny_backbone(inputs / "base", "llama"), str(inputs / "tasks")
     with pytest.raises(InputError, match="word_perplexity"):
         score_with_harness(
             backbone.make_model(), backbone.load_tokenizer(), HarnessTask("read", include_path=include)
@@ -177,7 +178,7 @@ def test_what_records_cannot_hold_and_what_is_not_there_is_refused(inputs, tmp_p
 
 def run(folder: Path, inputs: Path, *arguments: str):
     overrides = [*arguments, *HERE, f"suite.include_path={inputs}/tasks", f"store.root={inputs}/store"]
-    cfg, choices = composed(overrides)
+    cfg, choices = compose_config(overrides)
     start(cfg, folder, choices, overrides)
     return read_records(folder / "records.jsonl")
 
@@ -186,7 +187,7 @@ def run(folder: Path, inputs: Path, *arguments: str):
 def test_an_adapter_is_an_expert_and_all_its_files_are_in_its_name(inputs, tmp_path) -> None:
     from peft import LoraConfig, get_peft_model
 
-    backbone, lora = tiny_backbone(inputs / "base", "llama"), tmp_path / "lora"
+    backbone, lora = make_tiny_backbone(inputs / "base", "llama"), tmp_path / "lora"
     config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     adapted = get_peft_model(backbone.make_model(), config)
     adapted.save_pretrained(lora)
@@ -200,7 +201,7 @@ def test_an_adapter_is_an_expert_and_all_its_files_are_in_its_name(inputs, tmp_p
     assert read_import_content(str(lora), {}, "") != named
 
 
-@beside_harness
+@run_beside_harness
 def test_a_run_scores_all_its_models_and_the_store_knows_each_by_its_settings(inputs, tmp_path) -> None:
     compare = [
         "+experiment=compare_mergers", f"base={inputs}/base", f"experts=[{inputs}/sums,{inputs}/names]",
@@ -209,12 +210,12 @@ def test_a_run_scores_all_its_models_and_the_store_knows_each_by_its_settings(in
         "mergers.task_arithmetic.coefficient=0.5",
     ]  # fmt: skip
     records = run(tmp_path / "merged", inputs, *compare)
-    told = {(r.label, r.task): r for r in records}
-    assert {label for label, _ in told} == {"zero-shot", "sums", "names", "task_arithmetic"}
-    assert {task for _, task in told} == {"pick", "sums", "names"}
+    by_model = {(r.label, r.task): r for r in records}
+    assert {label for label, _ in by_model} == {"zero-shot", "sums", "names", "task_arithmetic"}
+    assert {task for _, task in by_model} == {"pick", "sums", "names"}
     assert all(r.part == "test" and not r.reused for r in records)
-    experts = [told[name, "pick"].value for name in ("sums", "names")]
-    merged = told["task_arithmetic", "pick"]
+    experts = [by_model[name, "pick"].value for name in ("sums", "names")]
+    merged = by_model["task_arithmetic", "pick"]
     assert (merged.kind, merged.expert_value) == ("merged", max(experts))
 
     alone = ["+experiment=evaluate_checkpoints", "suite.lm_eval_tasks=[pick]"]
@@ -223,16 +224,16 @@ def test_a_run_scores_all_its_models_and_the_store_knows_each_by_its_settings(in
     first, second = again
     assert [r.label for r in again] == ["base", "names"]
     assert first.reused, "the base's evaluation, and another of its metrics"
-    assert first.evaluation_key == told["zero-shot", "pick"].evaluation_key
+    assert first.evaluation_key == by_model["zero-shot", "pick"].evaluation_key
     assert (first.metric, second.kind, second.zero_shot_value) == ("acc_norm", "checkpoint", None)
-    assert told["names", "pick"].value == pytest.approx(
+    assert by_model["names", "pick"].value == pytest.approx(
         next(r for r in run(tmp_path / "first", inputs, *alone, models) if r.label == "names").value
     )
     assert not any(r.reused for r in run(tmp_path / "other", inputs, *alone, models, "suite.limit=3"))
 
 
 def test_what_a_result_says_is_a_fraction_where_larger_is_better_or_left_out() -> None:
-    found = {
+    results = {
         "results": {
             "t": {
                 "alias": "t", "bleu,none": 40.0, "acc,none": 0.5, "acc_stderr,none": "N/A", "ppl,none": 0.3,
@@ -243,29 +244,31 @@ def test_what_a_result_says_is_a_fraction_where_larger_is_better_or_left_out() -
         "samples": {"t": [{"filter": "none", "acc": acc, "bleu": ("a", "b")} for acc in (1.0, 0.0)]},
         "n-samples": {"t": {"original": 9, "effective": 2}},
     }  # fmt: skip
-    scores = read_results(HarnessTask("t"), found)
+    scores = read_results(HarnessTask("t"), results)
     assert scores.metrics == {"bleu": 0.4, "acc": 0.5, "f1,all": 0.25}
     assert (scores.samples, scores.count) == ({"acc": [1.0, 0.0]}, 2)
 
 
 def test_without_the_package_its_extra_is_named(monkeypatch) -> None:
-    def lacking(name: str) -> str:
+    def raise_not_found(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr("mergekit_lab.tasks.harness.metadata.version", lacking)
+    monkeypatch.setattr("mergekit_lab.tasks.harness.metadata.version", raise_not_found)
     with pytest.raises(InputError, match=r"'mergekit_lab\[lm_eval\]'"):
         HarnessTask("gsm8k").describe_content()
 
 
-def settled(folder: Path, *arguments: str):
-    cfg, choices = composed(["suite=lm_eval", "backbone=hf_causal", "base=B", "joint=false", *HERE, *arguments])
+def settle_run(folder: Path, *arguments: str):
+    cfg, choices = compose_config(
+        ["suite=lm_eval", "backbone=hf_causal", "base=B", "joint=false", *HERE, *arguments]
+    )
     cfg = settle(settle(cfg))
     check(cfg)
     return cfg, folder, choices
 
 
 def test_tasks_and_checkpoints_are_written_out_with_settings_of_their_own(tmp_path) -> None:
-    cfg, *_ = settled(
+    cfg, *_ = settle_run(
         tmp_path,
         "suite.lm_eval_tasks=[gsm8k,arc_easy]", "suite.num_fewshot={gsm8k: 8}", "suite.limit=10",
         "suite.metric={arc_easy: acc_norm}", "experts=[x/math,y/code]",
@@ -306,7 +309,7 @@ def test_tasks_and_checkpoints_are_written_out_with_settings_of_their_own(tmp_pa
 )
 def test_what_the_harness_cannot_give_is_refused_with_the_way_out(arguments, message, tmp_path) -> None:
     with pytest.raises(InputError, match=message):
-        Run(*settled(tmp_path, *arguments))
+        Run(*settle_run(tmp_path, *arguments))
 
 
 def test_checkpoints_of_any_architecture_are_scored_on_our_tasks_too(inputs, tmp_path) -> None:
@@ -316,7 +319,7 @@ def test_checkpoints_of_any_architecture_are_scored_on_our_tasks_too(inputs, tmp
         "suite=word_problems",
         f"texts=[{inputs}/sums.csv]", "backbone.max_length=64", *HERE, f"store.root={tmp_path}/store",
     ]  # fmt: skip
-    cfg, choices = composed(arguments)
+    cfg, choices = compose_config(arguments)
     start(cfg, tmp_path / "run", choices, arguments)
     records = read_records(tmp_path / "run/records.jsonl")
     assert [(r.label, r.kind, r.task, r.metric) for r in records] == [

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from composing import composed
-from language import Colors, save_tiny, tiny_backbone
+from composing import compose_config
+from language import Colors, make_tiny_backbone, save_tiny
 
 from mergekit_lab import InputError
 from mergekit_lab.analysis.plane import Sample, Weights, cross_task_linearity, find_blocks
@@ -35,23 +35,28 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {kind: save_tiny(tmp_path_factory.mktemp(kind), kind) for kind in ("llama", "t5")}
+    return {
+        architecture: save_tiny(tmp_path_factory.mktemp(architecture), architecture)
+        for architecture in ("llama", "t5")
+    }
 
 
-def configured(folder, kind, store, *more):
-    backbone = "hf_seq2seq" if kind == "t5" else "hf_causal"
+def configure(folder, architecture, store, *more):
+    backbone = "hf_seq2seq" if architecture == "t5" else "hf_causal"
     overrides = [f"backbone={backbone}", f"backbone.source={folder}", *SMALL, f"store.root={store}", *more]
-    cfg, choices = composed(overrides)
+    cfg, choices = compose_config(overrides)
     check(cfg)
     return cfg, choices
 
 
-@pytest.mark.parametrize("kind", ["llama", "t5"])
-def test_a_run_over_language_models_ends_in_records_of_their_metric(kind, folders, tmp_path) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_a_run_over_language_models_ends_in_records_of_their_metric(architecture, folders, tmp_path) -> None:
     mergers = ["backbone.note='random weights'"]
     mergers += [f"+merger@mergers.{name}={name}" for name in ("task_arithmetic", "epimer", "regmean")]
     mergers += [f"mergers.{name}.coefficient=0.5" for name in ("task_arithmetic", "epimer")]
-    cfg, choices = configured(folders[kind], kind, tmp_path / "store", "training.lr=1e-2", *mergers)
+    cfg, choices = configure(
+        folders[architecture], architecture, tmp_path / "store", "training.lr=1e-2", *mergers
+    )
     start(cfg, tmp_path / "run", choices, [])
     records = read_records(tmp_path / "run/records.jsonl")
     assert {r.metric for r in records} == {"accuracy"}
@@ -69,51 +74,55 @@ def test_a_run_over_language_models_ends_in_records_of_their_metric(kind, folder
 def test_what_is_shown_to_a_model_names_its_expert_and_how_it_answers_only_its_scores(
     folders, tmp_path
 ) -> None:
-    def keys(*more):
-        context = Run(*_args(configured(folders["llama"], "llama", tmp_path, *more), tmp_path))
+    def list_keys(*more):
+        context = Run(*_make_args(configure(folders["llama"], "llama", tmp_path, *more), tmp_path))
         return declare_expert(context, "stories").content, context.describe_scoring("stories")
 
-    expert, scoring = keys()
-    assert keys("backbone.prompt=plain")[0] != expert
-    assert keys("backbone.max_length=64")[0] != expert
-    assert keys("backbone.packing=true")[0] != expert
-    assert keys("backbone.precision=bfloat16")[0] == expert
-    assert keys("backbone.precision=bfloat16")[1] != scoring
-    assert keys("suite.tasks.stories.max_new_tokens=3")[0] == expert
+    expert, scoring = list_keys()
+    assert list_keys("backbone.prompt=plain")[0] != expert
+    assert list_keys("backbone.max_length=64")[0] != expert
+    assert list_keys("backbone.packing=true")[0] != expert
+    assert list_keys("backbone.precision=bfloat16")[0] == expert
+    assert list_keys("backbone.precision=bfloat16")[1] != scoring
+    assert list_keys("suite.tasks.stories.max_new_tokens=3")[0] == expert
 
 
-def _args(made, folder):
-    cfg, choices = made
+def _make_args(composition, folder):
+    cfg, choices = composition
     return cfg, folder, choices
 
 
 def test_epochs_are_steps_of_each_tasks_own_data(folders, tmp_path) -> None:
     more = ["training.epochs=2", "training.epochs_of={quantities: 0.5}", "training.warmup_steps=1"]
-    context = Run(*_args(configured(folders["llama"], "llama", tmp_path, *more), tmp_path))
+    context = Run(*_make_args(configure(folders["llama"], "llama", tmp_path, *more), tmp_path))
     assert (plan_settings(context, "stories").steps, plan_settings(context, "stories").warmup_steps) == (12, 6)
     assert plan_settings(context, "quantities").steps == 3
     assert plan_joint_settings(context).steps == 15
-    other = Run(*_args(configured(folders["llama"], "llama", tmp_path, "training.steps=12",
+    other = Run(*_make_args(configure(folders["llama"], "llama", tmp_path, "training.steps=12",
                                       "training.warmup_steps=6"), tmp_path))  # fmt: skip
     assert declare_expert(other, "stories").content == declare_expert(context, "stories").content
-    equal = Run(*_args(configured(folders["llama"], "llama", tmp_path, *more, "optimizer=sam",
+    equal = Run(*_make_args(configure(folders["llama"], "llama", tmp_path, *more, "optimizer=sam",
                                       "training.budget=gradient_evaluations"), tmp_path))  # fmt: skip
-    found = plan_settings(equal, "stories")
-    assert (found.steps, found.warmup_steps, plan_settings(equal, "quantities").steps) == (6, 3, 1)
+    settings = plan_settings(equal, "stories")
+    assert (settings.steps, settings.warmup_steps, plan_settings(equal, "quantities").steps) == (6, 3, 1)
 
 
 def test_epochs_may_name_tasks_that_are_left_out_but_no_slip(folders, tmp_path) -> None:
-    def made(epochs):
+    def compose_budget(epochs):
         return Run(
-            *_args(configured(folders["llama"], "llama", tmp_path, f"training.epochs_of={epochs}"), tmp_path)
+            *_make_args(
+                configure(folders["llama"], "llama", tmp_path, f"training.epochs_of={epochs}"), tmp_path
+            )
         )
 
-    assert plan_settings(made("{stories: 2, quantities_old: 3, quantities: 1}"), "stories").steps == 12
+    assert (
+        plan_settings(compose_budget("{stories: 2, quantities_old: 3, quantities: 1}"), "stories").steps == 12
+    )
     for epochs in ("{storeis: 1}", "{storeis: 1, quantities: 2}"):
         with pytest.raises(InputError, match=r"'storeis'.*'stories'"):
-            made(epochs)
+            compose_budget(epochs)
     with pytest.raises(InputError, match="'elsewhere'"):
-        made("{elsewhere: 1}")
+        compose_budget("{elsewhere: 1}")
 
 
 @pytest.mark.parametrize(
@@ -133,41 +142,41 @@ def test_epochs_may_name_tasks_that_are_left_out_but_no_slip(folders, tmp_path) 
 def test_processes_that_would_wait_for_each_other_for_ever_are_refused(
     settings, match, folders, tmp_path
 ) -> None:
-    made = configured(folders["llama"], "llama", tmp_path, "trainer=fsdp", "trainer.processes=2",
+    composition = configure(folders["llama"], "llama", tmp_path, "trainer=fsdp", "trainer.processes=2",
                       "trainer.accelerator=cpu", *settings)  # fmt: skip
     with pytest.raises(InputError, match=match):
-        Run(*_args(made, tmp_path))
+        Run(*_make_args(composition, tmp_path))
 
 
 def test_a_linearized_model_that_would_compute_activations_again_is_refused(folders, tmp_path) -> None:
     with pytest.raises(InputError, match=r"set backbone\.checkpointing=false"):
-        configured(folders["llama"], "llama", tmp_path, "finetuning=linearized", "backbone.checkpointing=true")
+        configure(folders["llama"], "llama", tmp_path, "finetuning=linearized", "backbone.checkpointing=true")
 
 
 def test_experts_of_several_optimizers_are_merged(folders, tmp_path) -> None:
     more = ["+optimizer@optimizer_of.quantities=mergopt", "merger=average"]
-    cfg, choices = configured(folders["llama"], "llama", tmp_path / "store", *more)
+    cfg, choices = configure(folders["llama"], "llama", tmp_path / "store", *more)
     start(cfg, tmp_path / "run", choices, [])
     assert {r.optimizer for r in read_records(tmp_path / "run/records.jsonl")} == {"adamw, mergopt quantities"}
-    plain, _ = configured(folders["llama"], "llama", tmp_path / "store")
+    plain, _ = configure(folders["llama"], "llama", tmp_path / "store")
     mixed, alone = Run(cfg, tmp_path, choices), Run(plain, tmp_path, choices)
     assert declare_expert(mixed, "stories").content == declare_expert(alone, "stories").content
     assert declare_expert(mixed, "quantities").content != declare_expert(alone, "quantities").content
 
 
-@pytest.mark.parametrize("kind", ["llama", "t5"])
-def test_padding_is_in_no_gram(kind, folders, tmp_path) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_padding_is_in_no_gram(architecture, folders, tmp_path) -> None:
     asked = ["stage=[finetune,curvature]", "curvature=gram", "curvature.samples=3", "only=[stories]"]
-    cfg, choices = configured(folders[kind], kind, tmp_path / "store", *asked)
+    cfg, choices = configure(folders[architecture], architecture, tmp_path / "store", *asked)
     start(cfg, tmp_path / "run", choices, [])
     context = Run(cfg, tmp_path, choices)
     (file,) = (tmp_path / "store/grams").glob("*/gram.safetensors")
-    found, objective = open_checkpoint(file), context.make_objective("stories")
+    grams, objective = open_checkpoint(file), context.make_objective("stories")
     context.model.load_state_dict(load_state(context.need(declare_expert(context, "stories"))))
     order = torch.randperm(24, generator=torch.Generator().manual_seed(0))[:3]
-    alone = [objective.make_batch("train", place[None]) for place in order]
+    alone = [objective.make_batch("train", index[None]) for index in order]
     assert len({each["input_ids"].shape for each in alone}) > 1
-    layer = max(n for n in found if n.endswith(("down_proj", "wo")))  # of T5 in the encoder
+    layer = max(n for n in grams if n.endswith(("down_proj", "wo")))  # of T5 in the encoder
     rows: list[torch.Tensor] = []
     module = context.model.get_submodule(layer)
     handle = module.register_forward_pre_hook(lambda _, args: rows.append(args[0].flatten(0, -2)))
@@ -177,12 +186,12 @@ def test_padding_is_in_no_gram(kind, folders, tmp_path) -> None:
     handle.remove()
     entered = torch.cat(rows)
     wanted = entered.T @ entered / len(entered)
-    assert float((found[layer] - wanted).norm() / wanted.norm()) < 1e-5
+    assert float((grams[layer] - wanted).norm() / wanted.norm()) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["llama", "t5"])
-def test_padding_is_no_feature_of_a_text(kind, folders) -> None:
-    backbone = tiny_backbone(folders[kind], kind)
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_padding_is_no_feature_of_a_text(architecture, folders) -> None:
+    backbone = make_tiny_backbone(folders[architecture], architecture)
     model, objective = backbone.make_model(), backbone.make_objective(Colors())
     base = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ends = {}
@@ -190,14 +199,14 @@ def test_padding_is_no_feature_of_a_text(kind, folders) -> None:
         torch.manual_seed(ord(name))
         ends[name] = {n: t + 0.2 * torch.randn_like(t) for n, t in base.items()}
     weights, samples = Weights(model, base, ends), [Sample(objective, "train", torch.arange(5))]
-    blocks = find_blocks(model) | ({"decoder.block.0": model.decoder.block[0]} if kind == "t5" else {})
+    blocks = find_blocks(model) | ({"decoder.block.0": model.decoder.block[0]} if architecture == "t5" else {})
 
-    def ctl(size: int) -> dict[str, float]:
+    def compute_ctl(size: int) -> dict[str, float]:
         return cross_task_linearity(model, blocks, weights, ("a", "b"), samples, batch_size=size)
 
-    alone = ctl(1)
+    alone = compute_ctl(1)
     assert all(value > 1e-5 for value in alone.values())
-    assert ctl(5) == pytest.approx(alone, rel=1e-4)
+    assert compute_ctl(5) == pytest.approx(alone, rel=1e-4)
 
 
 def test_experts_of_a_language_model_are_analysed(folders, tmp_path) -> None:
@@ -208,14 +217,14 @@ def test_experts_of_a_language_model_are_analysed(folders, tmp_path) -> None:
         ("alpha_sweep", "stage=analyze", "analysis.points=2", "merger=task_arithmetic"),
     ):
         small = [f"analysis={name}", "analysis.samples=2", "training.lr=1e-2", *more]
-        cfg, choices = configured(folders["llama"], "llama", store, *small)
+        cfg, choices = configure(folders["llama"], "llama", store, *small)
         start(cfg, tmp_path / name, choices, [])
         assert (tmp_path / f"{name}/analysis/{name}.png").is_file()
 
-    def numbers(name):
+    def read_numbers(name):
         return json.loads((tmp_path / f"{name}/analysis/{name}.json").read_text())
 
-    ctl, plane, sweep = (numbers(name) for name in ("ctl", "landscape", "alpha_sweep"))
+    ctl, plane, sweep = (read_numbers(name) for name in ("ctl", "landscape", "alpha_sweep"))
     assert len(ctl["blocks"]) == 2
     assert all(1e-6 < value < 0.5 for value in ctl["pairs"][0]["values"])
     assert set(plane["pairs"][0]["measures"]) >= {"xi", "loss/stories", "loss/quantities"}
@@ -232,15 +241,15 @@ def test_bfloat16_weights_train_as_float32_so_that_offsets_stay_and_are_stored_a
     seen = []
     real = mergopt.add_offset
 
-    def watched(params, *args, **named):
+    def watch_fit(params, *args, **named):
         before = [p.clone() for p in params]
         real(params, *args, **named)
         moved = sum(int((p != b).sum()) for p, b in zip(params, before, strict=True))
         seen.append((params[0].dtype, moved / sum(p.numel() for p in params)))
 
-    monkeypatch.setattr(mergopt, "add_offset", watched)
+    monkeypatch.setattr(mergopt, "add_offset", watch_fit)
     more = ["backbone.dtype=bfloat16", "optimizer=mergopt", "training.lr=1e-3", "stage=finetune"]
-    cfg, choices = configured(
+    cfg, choices = configure(
         folders["llama"], "llama", tmp_path / "store", *more, "training.precision=bf16-mixed"
     )
     start(cfg, tmp_path / "run", choices, [])
@@ -253,15 +262,15 @@ def test_bfloat16_weights_train_as_float32_so_that_offsets_stay_and_are_stored_a
     assert {spec.dtype for spec in expert.specs.values()} == {torch.bfloat16}
     assert any(not torch.equal(expert[n], context.base_state[n]) for n in expert)
     with pytest.raises(InputError, match="MergOPT's small offsets"):
-        configured(folders["llama"], "llama", tmp_path, "optimizer=mergopt", "training.precision=bf16-true")
+        configure(folders["llama"], "llama", tmp_path, "optimizer=mergopt", "training.precision=bf16-true")
 
 
 def test_a_language_model_and_images_are_told_that_they_do_not_go_together(folders, tmp_path) -> None:
-    cfg, choices = composed(
+    cfg, choices = compose_config(
         ["backbone=hf_causal", f"backbone.source={folders['llama']}", f"store.root={tmp_path}"]
     )
     with pytest.raises(InputError, match=r"'digits'.*Digits"):
         Run(cfg, tmp_path, choices)
-    cfg, choices = composed(["suite=word_problems", f"store.root={tmp_path}"])
+    cfg, choices = compose_config(["suite=word_problems", f"store.root={tmp_path}"])
     with pytest.raises(InputError, match=r"glyph-clip.*'stories'.*WordProblems"):
         Run(cfg, tmp_path, choices)

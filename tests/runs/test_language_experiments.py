@@ -5,7 +5,7 @@ from functools import partial
 from string import Formatter
 
 import pytest
-from composing import composed, plain
+from composing import compose_config, to_plain
 from hydra.core.hydra_config import HydraConfig
 from language import save_tiny
 from omegaconf import OmegaConf
@@ -33,7 +33,10 @@ SWEEPS = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {kind: save_tiny(tmp_path_factory.mktemp(kind), kind) for kind in ("llama", "t5")}
+    return {
+        architecture: save_tiny(tmp_path_factory.mktemp(architecture), architecture)
+        for architecture in ("llama", "t5")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +62,11 @@ def write_rows(folder, node) -> None:
         (folder / f"{name}.json").write_text(json.dumps(rows))
 
 
-def small(name, folders, tmp_path, store):
-    cfg, _ = composed([f"+experiment={name}"])
+def compose_small(name, folders, tmp_path, store):
+    cfg, _ = compose_config([f"+experiment={name}"])
     check(cfg)
     overrides = []
-    for task, node in plain(cfg)["suite"]["tasks"].items():
+    for task, node in to_plain(cfg)["suite"]["tasks"].items():
         if node["_target_"].endswith("TextFile"):
             write_rows(tmp_path / "data" / task, node)
             overrides.append(f"suite.tasks.{task}.source={tmp_path}/data/{task}")
@@ -71,11 +74,11 @@ def small(name, folders, tmp_path, store):
         else:
             overrides += [f"suite.tasks.{task}.{part}_size=4" for part in ("train", "validation", "test")]
         overrides.append(f"suite.tasks.{task}.max_new_tokens=2")
-    folder = folders["t5" if plain(cfg)["backbone"]["kind"] == "seq2seq" else "llama"]
+    folder = folders["t5" if to_plain(cfg)["backbone"]["kind"] == "seq2seq" else "llama"]
     if name.endswith("table13"):
         overrides.append("mergers.task_arithmetic.coefficient=0.2")
     steps = 7 if name.endswith("table15") else 1  # a cost is of steps after the first five
-    return composed([
+    return compose_config([
         f"+experiment={name}", *overrides, f"backbone.source={folder}", "backbone.max_length=64",
         f"store.root={store}", "progress=false", "device=cpu", "trainer.accelerator=cpu",
         f"training.steps={steps}", "training.warmup_steps=0", "training.batch_size=2",
@@ -87,18 +90,18 @@ def small(name, folders, tmp_path, store):
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_says_its_command_and_runs_fast(name, folders, shared, tmp_path, monkeypatch) -> None:
     real = published.read_setting
-    whole, _ = composed([f"+experiment={name}"])
+    whole, _ = compose_config([f"+experiment={name}"])
 
-    def setting(run, key):
+    def get_setting(run, key):
         """The experiment's own, where this test makes it smaller."""
         return OmegaConf.select(whole, key) if key.startswith(("training.", "search.")) else real(run, key)
 
-    monkeypatch.setattr(published, "read_setting", setting)
+    monkeypatch.setattr(published, "read_setting", get_setting)
     head = (find_conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()[:5]
     assert any(line.startswith("# Question:") for line in head)
     assert f"# Command:  python -m mergekit_lab +experiment={name}" in head
     assert any(line.startswith("# Cost:") for line in head)
-    cfg, choices = small(name, folders, tmp_path, shared)
+    cfg, choices = compose_small(name, folders, tmp_path, shared)
     start(cfg, tmp_path / "run", choices, [])
     records = read_records(tmp_path / "run/records.jsonl")
     assert {r.task for r in records} == set(cfg.suite.tasks)
@@ -115,18 +118,18 @@ def test_every_experiment_says_its_command_and_runs_fast(name, folders, shared, 
 @pytest.mark.parametrize("name", SWEEPS)
 def test_an_experiments_own_sweep_is_accepted_with_its_recipe(name) -> None:
     """Every option of every swept key, with its budget and its epochs, which runs on tiny models leave out."""
-    composed([f"+experiment={name}"])
+    compose_config([f"+experiment={name}"])
     swept = {key: values.split(",") for key, values in HydraConfig.get().sweeper.params.items()}
-    for place in range(max(map(len, swept.values()))):
-        job = [f"{key}={values[min(place, len(values) - 1)]}" for key, values in swept.items()]
-        check(composed([f"+experiment={name}", *job])[0])
+    for index in range(max(map(len, swept.values()))):
+        job = [f"{key}={values[min(index, len(values) - 1)]}" for key, values in swept.items()]
+        check(compose_config([f"+experiment={name}", *job])[0])
 
 
 def test_answers_on_glue_are_texts_of_the_models_own_as_in_the_paper() -> None:
     """Which has accuracies of 0 and 2 % on a task of two label words: choosing between them cannot."""
     accuracies = [row.value for row in read_published("saft_glue C6") if row.column == "rte"]
     assert min(accuracies) < 10
-    cfg, _ = composed(["+experiment=flan_t5_glue_saft"])
+    cfg, _ = compose_config(["+experiment=flan_t5_glue_saft"])
     assert cfg.backbone.answering == "generate"
     assert find_conditions("saft_glue C6")[1]["backbone.answering"] == "generate"
 
@@ -144,48 +147,48 @@ def test_answers_on_glue_are_texts_of_the_models_own_as_in_the_paper() -> None:
 )
 def test_a_run_stands_beside_the_numbers_of_its_own_settings_alone(more, tables, tmp_path) -> None:
     suite = ["suite=trace2", "suite.name=c_stance+fomc"]
-    cfg, choices = composed(["+experiment=llama32_1b_trace_mergopt", *suite, *more])
-    made = Run(cfg, tmp_path, choices)
+    cfg, choices = compose_config(["+experiment=llama32_1b_trace_mergopt", *suite, *more])
+    setup = Run(cfg, tmp_path, choices)
     axes = {axis: choices[axis] for axis in ("backbone", "finetuning", "optimizer")}
-    found = {
+    settings = {
         (row.table, row.setting)
         for name in cfg.published
-        for row in set_beside(name, lambda *_: 1.0, axes, partial(published.have_settings, made), made.tasks)
+        for row in set_beside(name, lambda *_: 1.0, axes, partial(published.have_settings, setup), setup.tasks)
     }
-    assert " ".join(sorted({table for table, _ in found}, key=int)) == tables
-    assert len([setting for table, setting in found if table == "22"]) <= 1
+    assert " ".join(sorted({table for table, _ in settings}, key=int)) == tables
+    assert len([setting for table, setting in settings if table == "22"]) <= 1
 
 
 def test_recipes_compose_with_the_epochs_of_their_own_tasks(tmp_path) -> None:
     """A suite's epochs by task stay where a part of the suite is run."""
     for name, steps in (("llama31_8b_trace_mergopt", 2), ("llama32_1b_mergopt_table23", 2)):
-        cfg, choices = composed([f"+experiment={name}", f"store.root={tmp_path}"])
+        cfg, choices = compose_config([f"+experiment={name}", f"store.root={tmp_path}"])
         for task, node in cfg.suite.tasks.items():
-            write_rows(tmp_path / name / task, plain(node))
+            write_rows(tmp_path / name / task, to_plain(node))
             node.source = f"{tmp_path}/{name}/{task}"
         context = Run(cfg, tmp_path, choices)
-        found = {task: plan_settings(context, task).steps for task in context.tasks}
-        assert found["fomc"] == round(3 * context.tasks["fomc"].count("train") / 8) >= steps
+        steps_by_task = {task: plan_settings(context, task).steps for task in context.tasks}
+        assert steps_by_task["fomc"] == round(3 * context.tasks["fomc"].count("train") / 8) >= steps
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "t5"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "t5"])
 def test_a_merged_folder_reloads_with_equal_logits_and_keeps_template_and_generation_settings(
-    kind, tmp_path
+    architecture, tmp_path
 ) -> None:
     import torch
-    from language import Colors, tiny_backbone
+    from language import Colors, make_tiny_backbone
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
     from mergekit_lab.checkpoints import open_checkpoint, write_tensors
 
-    base = save_tiny(tmp_path / "base", kind, torch.bfloat16)
-    backbone = tiny_backbone(base, kind, dtype="bfloat16")
+    base = save_tiny(tmp_path / "base", architecture, torch.bfloat16)
+    backbone = make_tiny_backbone(base, architecture, dtype="bfloat16")
     for seed, expert in enumerate(("one", "two")):
         torch.manual_seed(seed + 1)
         (tmp_path / expert).mkdir()
         moved = {n: t + 0.1 * torch.randn_like(t) for n, t in backbone.make_model().state_dict().items()}
         write_tensors(tmp_path / expert / "model.safetensors", moved)
-    cfg, choices = composed(
+    cfg, choices = compose_config(
         [
             *("+experiment=merge_checkpoints", f"base={base}", f"experts=[{tmp_path}/one,{tmp_path}/two]"),
             *(f"out={tmp_path}/out", "merger=task_arithmetic", "merger.coefficient=0.4", "progress=false"),
@@ -201,12 +204,12 @@ def test_a_merged_folder_reloads_with_equal_logits_and_keeps_template_and_genera
             for n, t in first.items()
         }
     )
-    loader = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
+    loader = AutoModelForSeq2SeqLM if architecture == "t5" else AutoModelForCausalLM
     loaded = loader.from_pretrained(tmp_path / "out")
     batch = backbone.make_objective(Colors()).make_batch("train", torch.arange(3))
     with torch.no_grad():
         assert torch.equal(loaded.eval()(**batch).logits, wanted(**batch).logits)
     assert loaded.generation_config.temperature == 0.7
     shown = [{"role": "user", "content": "hello"}]
-    made = AutoTokenizer.from_pretrained(tmp_path / "out").apply_chat_template(shown, tokenize=False)
-    assert made == "<|user|>hello<|end|>"
+    text = AutoTokenizer.from_pretrained(tmp_path / "out").apply_chat_template(shown, tokenize=False)
+    assert text == "<|user|>hello<|end|>"

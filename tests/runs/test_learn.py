@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from composing import TINY, composed
+from composing import TINY, compose_config
 from omegaconf import OmegaConf
 
 from mergekit_lab import InputError, open_checkpoint
@@ -20,7 +20,7 @@ LEARNING = ["merger=adamerging", "merger.learn.steps=6", "merger.learn.lr=0.05",
 
 
 def go(folder: Path, store: Path, *overrides: str) -> None:
-    cfg, choices = composed([*TINY, f"store.root={store}", *LEARNING, *overrides])
+    cfg, choices = compose_config([*TINY, f"store.root={store}", *LEARNING, *overrides])
     start(cfg, folder, choices, list(overrides))
 
 
@@ -31,18 +31,18 @@ def finished(tmp_path_factory) -> tuple[Path, Path]:
     return folder / "first", folder / "store"
 
 
-def artifact(store: Path, kind: str) -> tuple[Path, dict]:
+def read_artifact(store: Path, kind: str) -> tuple[Path, dict]:
     (manifest,) = (store / kind).glob("*/manifest.json")
     return manifest.parent, json.loads(manifest.read_text())
 
 
 def test_the_entropy_falls_and_the_model_is_made_of_what_was_learned(finished) -> None:
     folder, store = finished
-    place, manifest = artifact(store, "coefficients")
+    model_folder, manifest = read_artifact(store, "coefficients")
     entropies = manifest["info"]["entropies"]
     assert len(entropies) == 6
     assert entropies[-1] < entropies[0]
-    weights = json.loads((place / "coefficients.json").read_text())
+    weights = json.loads((model_folder / "coefficients.json").read_text())
     assert all(0 <= value <= 1 for by_tensor in weights.values() for value in by_tensor.values())
     assert any(abs(value - 0.3) > 0.04 for by_tensor in weights.values() for value in by_tensor.values())
     records = read_records(folder / "records.jsonl")
@@ -54,8 +54,8 @@ def test_the_entropy_falls_and_the_model_is_made_of_what_was_learned(finished) -
     }
     base = OpenClip("glyph-clip", "asset:glyph_clip").make_model().state_dict()
     stored = open_checkpoint(store / "merged" / key)
-    made = merge_state_dicts(base, experts, AdaMerging(weights=weights))
-    assert all(torch.equal(stored[name], value) for name, value in made.items())
+    merged_again = merge_state_dicts(base, experts, AdaMerging(weights=weights))
+    assert all(torch.equal(stored[name], value) for name, value in merged_again.items())
     unlearned = merge_state_dicts(base, experts, TaskArithmetic(coefficient=0.3))
     assert any(not torch.equal(stored[name], value) for name, value in unlearned.items())
 
@@ -108,15 +108,15 @@ def test_weights_are_searched_on_validation_and_the_model_is_made_of_the_best(
     folder, store = finished
     tiny = [each for each in TINY if not each.startswith("search.")]
     how = ["search=evolve", "search.trials=5", "search.low=0.1", "search.layers=['*ln_*','*.mlp.*']"]
-    cfg, choices = composed([*tiny, *how, f"store.root={store}", "joint=false", "merger=dare"])
+    cfg, choices = compose_config([*tiny, *how, f"store.root={store}", "joint=false", "merger=dare"])
     with caplog.at_level("INFO"):
         start(cfg, tmp_path, choices, how)
-    info = artifact(store, "searches")[1]["info"]
+    info = read_artifact(store, "searches")[1]["info"]
     weights = info["fields"]["inner"]["weights"]
     words = {t: ", ".join(f"{p}: {w:.4g}" for p, w in each.items()) for t, each in weights.items()}
-    told = "inner.weights={" + ", ".join(f"{t}: {{{each}}}" for t, each in words.items()) + "}"
-    assert caplog.text.count(told) == 1
-    assert f"validation chose {told}." in (tmp_path / "summary.md").read_text()
+    weights_line = "inner.weights={" + ", ".join(f"{t}: {{{each}}}" for t, each in words.items()) + "}"
+    assert caplog.text.count(weights_line) == 1
+    assert f"validation chose {weights_line}." in (tmp_path / "summary.md").read_text()
     assert {tuple(by_pattern) for by_pattern in weights.values()} == {("*ln_*", "*.mlp.*", "*")}
     assert info["curve"][0]["fields"]["inner"]["weights"]["digits"] == dict.fromkeys(weights["digits"], 0.55)
     assert info["normalized"] == max(point["normalized"] for point in info["curve"])
@@ -124,13 +124,13 @@ def test_weights_are_searched_on_validation_and_the_model_is_made_of_the_best(
         json.loads(p.read_text())["info"]["method"]: p.parent
         for p in (store / "merged").glob("*/manifest.json")
     }
-    stored = open_checkpoint(next(place for method, place in merged.items() if "DARE" in method))
+    stored = open_checkpoint(next(folder for method, folder in merged.items() if "DARE" in method))
     records = read_records(folder / "records.jsonl")
     experts = {r.task: store / "experts" / r.model_key for r in records if r.kind == "expert"}
     base = OpenClip("glyph-clip", "asset:glyph_clip").make_model().state_dict()
     method = DARE(inner=TaskArithmetic(coefficient=1.0, weights=weights))
-    made = merge_state_dicts(base, experts, method)
-    assert all(torch.equal(stored[name], value) for name, value in made.items())
+    merged_again = merge_state_dicts(base, experts, method)
+    assert all(torch.equal(stored[name], value) for name, value in merged_again.items())
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_weights_are_searched_on_validation_and_the_model_is_made_of_the_best(
 )
 def test_a_pattern_that_matches_nothing_is_refused_before_anything_is_trained(how, of: str, tmp_path) -> None:
     tiny = [each for each in TINY if not each.startswith("search.")]
-    cfg, choices = composed([*tiny, *how, f"store.root={tmp_path}/store", "joint=false", "merger=ties"])
+    cfg, choices = compose_config([*tiny, *how, f"store.root={tmp_path}/store", "joint=false", "merger=ties"])
     with pytest.raises(InputError, match=rf"a pattern of {of} is '\*\.mpl\.\*'; it must be one that matches"):
         start(cfg, tmp_path, choices, how)
     assert not (tmp_path / "store/experts").exists()

@@ -5,7 +5,7 @@ import shutil
 from typing import Any
 
 import pytest
-from composing import TINY, composed
+from composing import TINY, compose_config
 from omegaconf import OmegaConf
 
 from mergekit_lab import InputError
@@ -59,7 +59,7 @@ def module(tmp_path, monkeypatch):
 
 
 def name_artifacts(tmp_path, shared, **classes: str) -> dict[str, str]:
-    cfg, choices = composed([*TINY, "optimizer=sam", "merger=task_arithmetic", "analysis=distribution"])
+    cfg, choices = compose_config([*TINY, "optimizer=sam", "merger=task_arithmetic", "analysis=distribution"])
     cfg.store.root = str(tmp_path / "store")
     for group, name in classes.items():
         cfg[group]._target_ = f"my_own_code.{name}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from composing import composed
+from composing import compose_config
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -30,9 +30,9 @@ EXPERIMENTS = [
 
 
 @cache
-def composition(name: str, *overrides: str) -> DictConfig:
+def compose_experiment(name: str, *overrides: str) -> DictConfig:
     """The experiment as it is composed; `choice` are the options taken, `sweep` what it goes through."""
-    cfg, choices = composed([f"+experiment={name}", *overrides])
+    cfg, choices = compose_config([f"+experiment={name}", *overrides])
     sweep = dict(HydraConfig.instance().cfg.hydra.sweeper.get("params") or {})
     with open_dict(cfg):
         cfg["head"] = read_head(EXPERIMENTS_DIR / f"{name}.yaml")
@@ -41,7 +41,7 @@ def composition(name: str, *overrides: str) -> DictConfig:
 
 
 @cache
-def option(group: str, name: str | None) -> DictConfig | None:
+def compose_option(group: str, name: str | None) -> DictConfig | None:
     """A group's own configuration of an option."""
     if name is None:
         return None
@@ -63,32 +63,34 @@ def read_head(file) -> str:
 
 def with_options(name: str, groups: dict[str, str]) -> DictConfig:
     """The experiment with these options. A group it leaves as it is gets the option's own configuration."""
-    cfg = composition(name)
+    cfg = compose_experiment(name)
     changed = {group: value for group, value in groups.items() if cfg.choice[group] != value}
-    if any(raw(cfg[group]) != raw(option(group, cfg.choice[group])) for group in changed):
-        return composition(name, *(f"{group}={value}" for group, value in changed.items()))
+    if any(
+        to_container(cfg[group]) != to_container(compose_option(group, cfg.choice[group])) for group in changed
+    ):
+        return compose_experiment(name, *(f"{group}={value}" for group, value in changed.items()))
     cfg = deepcopy(cfg)
     with open_dict(cfg):
         for group, value in changed.items():
-            cfg[group] = option(group, value)
+            cfg[group] = compose_option(group, value)
             cfg.choice[group] = value
     return cfg
 
 
-def raw(node: DictConfig | None) -> Any:
+def to_container(node: DictConfig | None) -> Any:
     return OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
 
 
-def jobs(name: str) -> Iterator[dict[str, Any]]:
+def compose_jobs(name: str) -> Iterator[dict[str, Any]]:
     """The jobs of an experiment: every option of every axis, not every product. Each is checked as a run is."""
-    first = composition(name)
+    first = compose_experiment(name)
     options = {key.replace("/", "."): str(values).split(",") for key, values in first.sweep.items()}
     previous, plain = None, {}
     for job in range(max(map(len, options.values()), default=1)):
         chosen = {key: values[min(job, len(values) - 1)] for key, values in options.items()}
         groups = {key: value for key, value in chosen.items() if key in first.choice}
         if groups != previous:
-            plain = checked(with_options(name, groups))
+            plain = check_config(with_options(name, groups))
             previous = groups
         own = deepcopy(plain)
         for key, value in chosen.items():
@@ -98,7 +100,7 @@ def jobs(name: str) -> Iterator[dict[str, Any]]:
         yield own
 
 
-def checked(cfg: DictConfig) -> dict[str, Any]:
+def check_config(cfg: DictConfig) -> dict[str, Any]:
     """The configuration as plain values, after the check that every run makes."""
     own = {"choice", "sweep", "head"}
     check(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in own]))
@@ -114,44 +116,44 @@ def put(cfg: dict[str, Any], key: str, value: Any) -> None:
 
 def look(cfg: dict[str, Any], key: str) -> Any:
     """A value by its key; None where there is none."""
-    found: Any = cfg
+    setting: Any = cfg
     for name in key.split("."):
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
+        setting = setting.get(name) if isinstance(setting, dict) else None
+    return setting
 
 
-def protocol(name: str, cfg: dict[str, Any]) -> dict[str, str]:
+def read_protocol(name: str, cfg: dict[str, Any]) -> dict[str, str]:
     """What the table says of a job: values by key; heads have several."""
-    said = {}
+    lines = {}
     for line in read_protocols():
         if line.is_of(name) and all(holds(cfg, *pair.split("=", 1)) for pair in line.when.split()):
-            said[f"header {line.value}" if line.key == "header" else line.key] = line.value
-    return said
+            lines[f"header {line.value}" if line.key == "header" else line.key] = line.value
+    return lines
 
 
 def holds(cfg: dict[str, Any], key: str, value: str) -> bool:
     if key.startswith("header"):
         return value in cfg["head"]
     if key.startswith("sweep."):  # whose keys hold each other: merger and merger.rank
-        found = cfg["sweep"].get(key.removeprefix("sweep.").replace(".", "/"))
+        setting = cfg["sweep"].get(key.removeprefix("sweep.").replace(".", "/"))
     else:
-        found = look(cfg, key)
+        setting = look(cfg, key)
     if key == "suite.tasks":
-        return "+".join(sorted(found)) == value
-    if isinstance(found, list) and found and isinstance(found[0], list):
-        return str(found).replace("'", "").replace(" ", "") == value
-    return any(is_equal(found, each) for each in value.split("|"))
+        return "+".join(sorted(setting)) == value
+    if isinstance(setting, list) and setting and isinstance(setting[0], list):
+        return str(setting).replace("'", "").replace(" ", "") == value
+    return any(is_equal(setting, each) for each in value.split("|"))
 
 
-def mismatches(name: str, cfg: dict[str, Any]) -> set[str]:
-    return {key for key, value in protocol(name, cfg).items() if not holds(cfg, key, value)}
+def list_mismatches(name: str, cfg: dict[str, Any]) -> set[str]:
+    return {key for key, value in read_protocol(name, cfg).items() if not holds(cfg, key, value)}
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_is_what_its_paper_prints(name: str) -> None:
-    for cfg in jobs(name):
-        assert len(protocol(name, cfg)) >= 5, "the table of protocols does not say what this experiment is"
-        assert mismatches(name, cfg) == set()
+    for cfg in compose_jobs(name):
+        assert len(read_protocol(name, cfg)) >= 5, "the table of protocols does not say what this experiment is"
+        assert list_mismatches(name, cfg) == set()
 
 
 def test_every_line_names_experiments_and_its_source() -> None:
@@ -165,9 +167,9 @@ MARKED = ("backbone.prompt", "backbone.max_length", "optimizer.momentum", "optim
 """Keys beside the training's that say at their place where they are ours."""
 
 
-def unmarked(name: str, files: Callable[[str], str]) -> set[str]:
+def list_unmarked(name: str, files: Callable[[str], str]) -> set[str]:
     """Keys of a recipe that the paper does not print, and whose line in its file does not say `ours`."""
-    choice = composition(name).choice
+    choice = compose_experiment(name).choice
     if choice.training == "clip":  # a published recipe, of others
         return set()
     lines = {line.key: line for line in read_protocols() if line.is_of(name)}
@@ -178,7 +180,7 @@ def unmarked(name: str, files: Callable[[str], str]) -> set[str]:
             if base != "_self_":
                 yield from read_option(group, base)
 
-    found = set()
+    keys = set()
     for line in lines.values():
         group, _, key = line.key.partition(".")
         if not line.is_ours or (group != "training" and line.key not in MARKED):
@@ -189,10 +191,10 @@ def unmarked(name: str, files: Callable[[str], str]) -> set[str]:
             *read_option(group, asked.get(f"choice.{group}", choice[group])),
         ]
         pattern = re.compile(rf"^ *{key}:.*$", re.M)
-        said = next((match[0] for text in texts if (match := pattern.search(text))), "")
-        if "ours" not in said.partition("#")[2]:
-            found.add(line.key)
-    return found
+        setting = next((match[0] for text in texts if (match := pattern.search(text))), "")
+        if "ours" not in setting.partition("#")[2]:
+            keys.add(line.key)
+    return keys
 
 
 def read_file(name: str) -> str:
@@ -209,8 +211,8 @@ def read_file(name: str) -> str:
     ],
 )
 def test_what_a_recipe_does_not_find_in_its_paper_says_so_at_its_key(name: str, some: set[str]) -> None:
-    assert unmarked(name, read_file) == set()
-    assert some <= unmarked(name, lambda file: read_file(file).replace("ours", ""))
+    assert list_unmarked(name, read_file) == set()
+    assert some <= list_unmarked(name, lambda file: read_file(file).replace("ours", ""))
 
 
 ASK_GRID = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0]
@@ -261,12 +263,12 @@ def test_the_table_finds_an_experiment_that_left_its_paper(name: str, key: str, 
     7 and 10 are put back in `reporting/test_published.py`, 9 and 15 in `test_published.py` and
     `reporting/test_tables.py`; 13's marks and 14's values above, and in `tasks/test_metrics.py`.
     """
-    cfg = checked(composition(name))
-    assert mismatches(name, cfg) == set()
+    cfg = check_config(compose_experiment(name))
+    assert list_mismatches(name, cfg) == set()
     if key.startswith("header"):
         cfg["head"] = value
     elif key.startswith("sweep."):
         cfg["sweep"][key.removeprefix("sweep.").replace(".", "/")] = value
     else:
         put(cfg, key, value)
-    assert key in mismatches(name, cfg)
+    assert key in list_mismatches(name, cfg)

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from composing import composed
+from composing import compose_config
 
 from mergekit_lab.reporting import set_beside
 from mergekit_lab.reporting.paper_tables import find_conditions
@@ -23,13 +23,13 @@ def test_the_seconds_of_a_training_are_those_of_its_steps(wall_seconds: float, m
     assert measured("training_seconds", "average") == measured("training_seconds", "a") == 10.0
 
 
-def protocol_of(name: str, experiment: str, tmp_path, *overrides: str):
-    cfg, choices = composed([f"+experiment={experiment}", f"store.root={tmp_path}", *overrides])
+def read_protocol_of(name: str, experiment: str, tmp_path, *overrides: str):
+    cfg, choices = compose_config([f"+experiment={experiment}", f"store.root={tmp_path}", *overrides])
     return read_protocol(Run(cfg, tmp_path, choices), name)
 
 
 def test_a_rows_page_tells_what_is_printed_from_what_is_ours(tmp_path) -> None:
-    protocol = protocol_of("saft C3", "saft_tableC3", tmp_path, "optimizer=asam", "training.clip_norm=2.0")
+    protocol = read_protocol_of("saft C3", "saft_tableC3", tmp_path, "optimizer=asam", "training.clip_norm=2.0")
     axes = {"backbone": "clip_vit_b32", "finetuning": "full", "optimizer": "asam"}
     tasks = find_conditions("saft C3")[0]
     rows = set_beside("saft C3", lambda *_: 70.0, axes, lambda when: True, tasks, protocol)

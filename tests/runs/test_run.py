@@ -8,11 +8,12 @@ import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from composing import TINY, composed
+from composing import TINY, compose_config
 from omegaconf import OmegaConf
 
 from mergekit_lab import InputError, open_checkpoint
@@ -29,7 +30,7 @@ MERGERS = ["average", "task_arithmetic", "ties", "dare", "fisher", "tsvm", "epim
 
 
 def go(folder: Path, store: Path, *overrides: str) -> None:
-    cfg, choices = composed([*TINY, f"store.root={store}", *overrides])
+    cfg, choices = compose_config([*TINY, f"store.root={store}", *overrides])
     start(cfg, folder, choices, list(overrides))
 
 
@@ -66,7 +67,7 @@ def test_it_leaves_a_table_records_figures_and_a_page(finished) -> None:
 
 
 def test_no_token_of_the_environment_is_in_what_a_run_writes(finished) -> None:
-    written = [file for place in finished for file in place.rglob("*") if file.is_file()]
+    written = [file for folder in finished for file in folder.rglob("*") if file.is_file()]
     assert {"records.jsonl", "manifest.json", "report.html", "metrics.csv"} <= {file.name for file in written}
     for token in TOKENS.values():
         assert [file for file in written if token.encode() in file.read_bytes()] == []
@@ -90,7 +91,7 @@ def test_a_record_can_be_recomputed_from_the_stored_model(finished) -> None:
     from mergekit_lab.runs.run import Run
 
     folder, store = finished
-    cfg, choices = composed([*TINY, f"store.root={store}"])
+    cfg, choices = compose_config([*TINY, f"store.root={store}"])
     context = Run(cfg, folder, choices)
     record = next(r for r in read_records(folder / "records.jsonl") if r.merger == "tsvm" and r.task == "latin")
     model = open_checkpoint(store / "merged" / record.model_key)
@@ -137,13 +138,39 @@ def test_a_merged_model_in_the_store_is_what_the_method_gives(finished) -> None:
     assert all(torch.equal(stored[name], value) for name, value in wanted.items())
 
 
+def test_merges_of_a_stage_read_every_expert_once_where_a_device_has_room(
+    finished, tmp_path, monkeypatch
+) -> None:
+    from mergekit_lab.merging import TIES, WeightAverage
+    from mergekit_lab.runs import combine
+
+    _, store = finished
+    merge_experts = partial(combine.merge_experts, stays=True)
+    run = Run(compose_config([*TINY, f"store.root={store}"])[0], tmp_path, {"optimizer": "adamw"})
+    opened: list[Path] = []
+
+    def open_counted(path: Path):
+        opened.append(path)
+        return open_checkpoint(path)
+
+    monkeypatch.setattr(combine, "open_checkpoint", open_counted)
+    methods = [WeightAverage(), TIES(density=0.3), TIES(density=0.1)]
+    wanted = [merge_experts(run, method) for method in methods]
+    assert not opened
+    monkeypatch.setattr(combine, "read_total_memory", lambda device: 1 << 30)
+    for method, state in zip(methods, wanted, strict=True):
+        again = merge_experts(run, method)
+        assert all(torch.equal(again[name], value) for name, value in state.items())
+    assert len(opened) == len(set(opened)) == len(run.experts)
+
+
 def test_a_compiled_model_scores_the_same_and_one_that_cannot_be_compiled_runs_as_written(
     finished, tmp_path, monkeypatch, caplog
 ) -> None:
     _, store = finished
     compiles = torch.compile
     monkeypatch.setattr("torch.compile", lambda model, options: compiles(model, backend="eager"))
-    cfg = composed([*TINY, f"store.root={store}", "evaluation_compile=true"])[0]
+    cfg = compose_config([*TINY, f"store.root={store}", "evaluation_compile=true"])[0]
     run = Run(cfg, tmp_path, {"optimizer": "adamw"})
     model = run.find_model_to_score("digits")
     assert model is not run.model
@@ -161,19 +188,24 @@ def test_a_compiled_model_scores_the_same_and_one_that_cannot_be_compiled_runs_a
 def test_only_what_decides_an_expert_makes_a_new_one(finished, tmp_path) -> None:
     _, store = finished
 
-    def keys(*overrides: str) -> dict[str, str]:
-        run = Run(*composed([*TINY, f"store.root={store}", *overrides])[:1], tmp_path, {"optimizer": "adamw"})
+    def list_keys(*overrides: str) -> dict[str, str]:
+        run = Run(
+            *compose_config([*TINY, f"store.root={store}", *overrides])[:1], tmp_path, {"optimizer": "adamw"}
+        )
         return {task: declare_expert(run, task).key for task in run.tasks}
 
-    made = keys()
-    assert all((store / "experts" / key).is_dir() for key in made.values())
-    assert keys("merger=ties", "search=none", "logger=csv", "evaluation_batch_size=7", "joint=false") == made
+    keys_before = list_keys()
+    assert all((store / "experts" / key).is_dir() for key in keys_before.values())
+    assert (
+        list_keys("merger=ties", "search=none", "logger=csv", "evaluation_batch_size=7", "joint=false")
+        == keys_before
+    )
     others = [["training.lr=1e-4"], ["seed=1"], ["optimizer=sam"], ["optimizer=sam", "optimizer.rho=0.1"]]
-    new = {key for each in others for key in keys(*each).values()}
-    assert len(new - set(made.values())) == 2 * len(others)
-    of_digits = keys("suite.tasks.digits.seed=5")
-    assert of_digits["latin"] == made["latin"]
-    assert of_digits["digits"] != made["digits"]
+    new = {key for each in others for key in list_keys(*each).values()}
+    assert len(new - set(keys_before.values())) == 2 * len(others)
+    of_digits = list_keys("suite.tasks.digits.seed=5")
+    assert of_digits["latin"] == keys_before["latin"]
+    assert of_digits["digits"] != keys_before["digits"]
 
 
 def test_a_stage_whose_input_is_missing_says_which_to_run(tmp_path) -> None:
@@ -256,8 +288,8 @@ def test_a_comparison_of_runs_that_all_failed_says_so_of_each_and_fails(tmp_path
         (tmp_path / "sweep" / job / "failure.json").write_text(json.dumps({"error": f"lost {job}"}))
     with pytest.raises(InputError, match=r"runs=.*summary\.md"):
         go(tmp_path / "out", tmp_path / "none", "stage=report", f"runs={tmp_path}/sweep")
-    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert [line.partition("sweep/")[2] for line in told] == ["0: lost 0", "1: lost 1"]
+    messages = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert [line.partition("sweep/")[2] for line in messages] == ["0: lost 0", "1: lost 1"]
     assert "lost 1" in (tmp_path / "out" / "report.html").read_text()
     with pytest.raises(InputError, match="has a result"):
         go(tmp_path / "out", tmp_path / "none", "stage=report", f"runs={tmp_path}/sweep/0")
@@ -267,16 +299,16 @@ def test_a_comparison_of_runs_that_all_failed_says_so_of_each_and_fails(tmp_path
 def test_a_disk_that_is_full_in_the_report_says_so_and_loses_nothing(finished, tmp_path, monkeypatch) -> None:
     _, store = finished
 
-    def full(*_: object, **__: object) -> None:
+    def fill_up(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("mergekit_lab.runs.report.write_report", full)
+    monkeypatch.setattr("mergekit_lab.runs.report.write_report", fill_up)
     with pytest.raises(InputError, match="run_dir=PATH"):
         go(tmp_path, store, "stage=report")
 
 
 @contextmanager
-def no_file_over(size: int) -> Iterator[None]:
+def limit_file_size(size: int) -> Iterator[None]:
     """As on a disk that fills up: writing beyond so many bytes fails."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -293,7 +325,7 @@ def test_a_disk_that_is_full_before_the_run_is_told_before_it(tmp_path) -> None:
     folders = {mode: {"dir": str(tmp_path / "run")} for mode in ("run", "sweep")}
     config = OmegaConf.create({"hydra": {"overrides": {"task": [], "hydra": []}, **folders}})
     begin = RunFolder()
-    with no_file_over(1 << 16):
+    with limit_file_size(1 << 16):
         for told_of in (begin.on_run_start, begin.on_multirun_start):
             with pytest.raises(SystemExit, match="run_dir="):
                 told_of(config)
@@ -315,13 +347,13 @@ def test_a_disk_that_is_full_in_training_or_a_merge_says_so_and_loses_nothing(
     store = tmp_path / "store"
     if kind == "merged":
         shutil.copytree(whole / "experts", store / "experts")
-    with no_file_over(1 << 16), pytest.raises(InputError, match="no room for more"):
+    with limit_file_size(1 << 16), pytest.raises(InputError, match="no room for more"):
         go(tmp_path / "run", store, *asked)
     assert count(store, kind) == 0
     assert list((store / "locks").iterdir()) == []
     go(tmp_path / "run", store, *asked)
-    (made,) = (store / kind).glob("*/model.safetensors")
-    assert made.read_bytes() == (whole / made.relative_to(store)).read_bytes()
+    (model_file,) = (store / kind).glob("*/model.safetensors")
+    assert model_file.read_bytes() == (whole / model_file.relative_to(store)).read_bytes()
 
 
 def test_a_stored_head_with_a_flipped_bit_is_refused_by_name(finished, tmp_path) -> None:
@@ -340,11 +372,11 @@ def test_a_run_that_is_killed_does_not_pass_for_the_earlier_one_of_its_folder(
     folder, store = finished
     shutil.copytree(folder, tmp_path / "again")
 
-    def kill(context: object) -> None:
+    def interrupt(context: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("mergekit_lab.runs.report.stage_report", kill)
+        patch.setattr("mergekit_lab.runs.report.stage_report", interrupt)
         with pytest.raises(KeyboardInterrupt):
             go(tmp_path / "again", store, "stage=report", "seed=7")
     left = read_run(tmp_path / "again")

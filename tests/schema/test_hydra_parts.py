@@ -16,7 +16,7 @@ LOGS = "hydra.experimental.callbacks.LogJobReturnCallback"
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         (f"callbacks: {{x: {BAD}}}", "callbacks.x._target_ .*discard'; it must be a Callback"),
         (f"callbacks: {{x: {{_target_: {LOGS}, level: {BAD}}}}}", "callbacks.x.level._target_ .* plain value"),
@@ -29,9 +29,9 @@ LOGS = "hydra.experimental.callbacks.LogJobReturnCallback"
         ("hydra_logging: {handlers: {x: {class: subprocess.Popen}}}", "hydra_logging.handlers.x.class is 'sub"),
     ],
 )
-def test_what_hydra_would_call_must_be_of_its_kind(keys: str, said: str, monkeypatch) -> None:
+def test_what_hydra_would_call_must_be_of_its_kind(keys: str, message: str, monkeypatch) -> None:
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # as before a run
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         check_hydra(OmegaConf.create(f"evil: {{_target_: shutil.rmtree}}\nhydra: {{{keys}}}"))
 
 
@@ -41,13 +41,13 @@ def test_its_own_parts_pass_and_every_composition_is_looked_at(monkeypatch) -> N
     check_hydra(OmegaConf.create(f"hydra: {{{sampler}, {handler}, callbacks: {{x: {{_target_: {LOGS}}}}}}}"))
     monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", ConfigLoaderImpl.load_configuration)
     guard_hydra()
-    given = ["+experiment=quickstart", "+hydra.callbacks.x._target_=shutil.rmtree"]
+    overrides = ["+experiment=quickstart", "+hydra.callbacks.x._target_=shutil.rmtree"]
     GlobalHydra.instance().clear()
     with (
         initialize_config_dir(str(find_conf_dir()), version_base="1.3"),
         pytest.raises(InputError, match=r"Callback.*Hydra"),
     ):
-        compose("main", given, return_hydra_config=True)
+        compose("main", overrides, return_hydra_config=True)
 
 
 @pytest.mark.parametrize("text", ["seed: !!int x", "a:\t- [", "? [a]\n: 1"])

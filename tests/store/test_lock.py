@@ -126,11 +126,11 @@ def test_a_live_lock_is_waited_for_though_the_clocks_of_the_hosts_differ(tmp_pat
     mark = leave(tmp_path / "lock")
     ended = threading.Event()
 
-    def live() -> None:
+    def renew_until_ended() -> None:
         while not ended.wait(0.1):
             os.utime(mark, (time.time() + skew, time.time() + skew))
 
-    holder = threading.Thread(target=live)
+    holder = threading.Thread(target=renew_until_ended)
     holder.start()
     taken = take(tmp_path / "lock", 0.5)
     assert not taken.wait(1.2)

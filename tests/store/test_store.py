@@ -11,7 +11,7 @@ from mergekit_lab.store import Store, make_key
 CONTENT = {"task": "digits", "lr": 1e-4, "seed": 0}
 
 
-def maker(calls: list, text: str = "weights"):
+def make_maker(calls: list, text: str = "weights"):
     def make(workspace):
         calls.append(1)
         (workspace.out / "model.txt").write_text(text)
@@ -36,8 +36,8 @@ def test_content_that_json_cannot_hold_names_nothing(value) -> None:
 def test_what_exists_is_found_and_not_made_again(tmp_path) -> None:
     store, calls = Store(tmp_path), []
     assert store.find("experts", CONTENT) is None
-    first = store.obtain("experts", CONTENT, maker(calls))
-    second = Store(tmp_path).obtain("experts", CONTENT, maker(calls))
+    first = store.obtain("experts", CONTENT, make_maker(calls))
+    second = Store(tmp_path).obtain("experts", CONTENT, make_maker(calls))
     assert len(calls) == 1
     assert (first.reused, second.reused) == (False, True)
     assert second.info["accuracy"] == 0.5
@@ -45,8 +45,8 @@ def test_what_exists_is_found_and_not_made_again(tmp_path) -> None:
 
 
 def test_the_manifest_explains_the_artifact(tmp_path) -> None:
-    made = Store(tmp_path).obtain("experts", CONTENT, maker([]))
-    manifest = json.loads(made.find_file("manifest.json").read_text())
+    artifact = Store(tmp_path).obtain("experts", CONTENT, make_maker([]))
+    manifest = json.loads(artifact.find_file("manifest.json").read_text())
     assert manifest["content"] == CONTENT
     assert set(manifest["files"]) == {"model.txt"}
     assert len(manifest["files"]["model.txt"]) == 64
@@ -56,29 +56,29 @@ def test_the_manifest_explains_the_artifact(tmp_path) -> None:
 def test_a_maker_that_fails_publishes_nothing_and_finds_its_resume_files_again(tmp_path) -> None:
     store = Store(tmp_path)
 
-    def dies(workspace):
+    def die(workspace):
         (workspace.resume / "last.ckpt").write_text("step 7")
         (workspace.out / "model.txt").write_text("half")
         raise RuntimeError("killed")
 
     with pytest.raises(RuntimeError):
-        store.obtain("experts", CONTENT, dies)
+        store.obtain("experts", CONTENT, die)
     assert store.find("experts", CONTENT) is None
 
-    def goes_on(workspace):
+    def go_on(workspace):
         assert (workspace.resume / "last.ckpt").read_text() == "step 7"
         assert list(workspace.out.iterdir()) == []
         return {}
 
-    store.obtain("experts", CONTENT, goes_on)
+    store.obtain("experts", CONTENT, go_on)
     assert not (tmp_path / "work" / "experts" / make_key(CONTENT)).exists()
 
 
 @pytest.mark.parametrize("text", ["{", "", "null", "[]", '"x"', "{}"])
 def test_a_damaged_manifest_is_named_with_the_way_out(tmp_path, text) -> None:
-    made = Store(tmp_path).obtain("experts", CONTENT, maker([]))
-    made.find_file("manifest.json").write_text(text)
-    with pytest.raises(InputError, match=f"delete the folder .*{made.key}"):
+    artifact = Store(tmp_path).obtain("experts", CONTENT, make_maker([]))
+    artifact.find_file("manifest.json").write_text(text)
+    with pytest.raises(InputError, match=f"delete the folder .*{artifact.key}"):
         Store(tmp_path).find("experts", CONTENT)
     assert list(Store(tmp_path).list_artifacts()) == []
 
@@ -86,13 +86,13 @@ def test_a_damaged_manifest_is_named_with_the_way_out(tmp_path, text) -> None:
 def test_a_store_that_cannot_be_written_says_so(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"set store\.root"):
-        Store(tmp_path / "file").obtain("experts", CONTENT, maker([]))
+        Store(tmp_path / "file").obtain("experts", CONTENT, make_maker([]))
 
 
 def test_a_folder_without_a_manifest_is_replaced(tmp_path) -> None:
     store, calls = Store(tmp_path), []
-    made = store.obtain("experts", CONTENT, maker(calls))
-    made.find_file("manifest.json").unlink()
-    again = store.obtain("experts", CONTENT, maker(calls))
+    artifact = store.obtain("experts", CONTENT, make_maker(calls))
+    artifact.find_file("manifest.json").unlink()
+    again = store.obtain("experts", CONTENT, make_maker(calls))
     assert len(calls) == 2
     assert again.find_file("model.txt").read_text() == "weights"

@@ -4,7 +4,6 @@ import errno
 import json
 import multiprocessing
 import os
-import pickle
 import random
 import resource
 import shutil
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tasks.test_decoding import HOSTILE
 
 from mergekit_lab import InputError
 from mergekit_lab.store import Store, artifact, make_key
@@ -35,7 +35,7 @@ KEY = make_key(CONTENT)
 FORKS = multiprocessing.get_context("forkserver")
 
 
-def weights(fill: float = 1.0):
+def make_weights(fill: float = 1.0):
     def make(workspace):
         save_file({"w": torch.full((8, 8), fill)}, workspace.out / "model.safetensors")
         return {"val_accuracy": fill}
@@ -43,19 +43,20 @@ def weights(fill: float = 1.0):
     return make
 
 
-def _race(root: Path, log: Path) -> None:
+def _obtain_slowly(root: Path, log: Path) -> None:
     def make(workspace):
         with log.open("a") as file:
             file.write("made\n")
         time.sleep(0.2)
-        return weights()(workspace)
+        return make_weights()(workspace)
 
     Store(root).obtain("experts", CONTENT, make)
 
 
 @pytest.mark.parametrize("count", [2, 8])
 def test_processes_that_race_for_one_expert_make_it_once(tmp_path, count) -> None:
-    racers = [FORKS.Process(target=_race, args=(tmp_path / "store", tmp_path / "log")) for _ in range(count)]
+    arguments = (tmp_path / "store", tmp_path / "log")
+    racers = [FORKS.Process(target=_obtain_slowly, args=arguments) for _ in range(count)]
     for racer in racers:
         racer.start()
     for racer in racers:
@@ -67,11 +68,11 @@ def test_processes_that_race_for_one_expert_make_it_once(tmp_path, count) -> Non
 
 def _make_many(root: Path) -> None:
     for seed in range(1000):
-        Store(root).obtain("experts", CONTENT | {"seed": seed}, weights())
+        Store(root).obtain("experts", CONTENT | {"seed": seed}, make_weights())
 
 
 def test_killed_at_any_moment_the_next_one_makes_the_same(tmp_path) -> None:
-    whole = Store(tmp_path / "whole").obtain("experts", CONTENT, weights()).files
+    whole = Store(tmp_path / "whole").obtain("experts", CONTENT, make_weights()).files
     moments = random.Random(0)
     for number in range(6):
         root = tmp_path / str(number)
@@ -84,7 +85,7 @@ def test_killed_at_any_moment_the_next_one_makes_the_same(tmp_path) -> None:
         done = list(store.list_artifacts())
         assert find_damages(done) == []
         for seed in range(len(done) + 1):
-            assert store.obtain("experts", CONTENT | {"seed": seed}, weights()).files == whole
+            assert store.obtain("experts", CONTENT | {"seed": seed}, make_weights()).files == whole
         # also of a kill between publishing and letting go, whose lock nobody waits for any more
         assert list((root / "locks").glob("[!.]*")) == []
 
@@ -117,8 +118,8 @@ def test_one_whose_lock_was_taken_over_lets_the_other_work_and_has_what_it_made(
     def make(workspace):
         tries.append(1)
         shutil.rmtree(lock)
-        assert not Store(tmp_path).obtain("experts", CONTENT, weights(2.0)).reused
-        return weights(1.0)(workspace)
+        assert not Store(tmp_path).obtain("experts", CONTENT, make_weights(2.0)).reused
+        return make_weights(1.0)(workspace)
 
     assert store.obtain("experts", CONTENT, make).info["val_accuracy"] == 2.0
     assert len(tries) == 1
@@ -132,7 +133,7 @@ def test_a_folder_that_is_deleted_while_it_is_worked_in_is_named(tmp_path) -> No
 
     with pytest.raises(InputError, match=r"out-.* was deleted while .*run the same command again"):
         Store(tmp_path).obtain("experts", CONTENT, make)
-    assert not Store(tmp_path).obtain("experts", CONTENT, weights()).reused
+    assert not Store(tmp_path).obtain("experts", CONTENT, make_weights()).reused
 
 
 def test_kinds_on_different_file_systems_are_refused_by_name(tmp_path, monkeypatch) -> None:
@@ -142,21 +143,21 @@ def test_kinds_on_different_file_systems_are_refused_by_name(tmp_path, monkeypat
     real = Path.rename
     monkeypatch.setattr(Path, "rename", lambda *paths: (refuse if "out-" in paths[0].name else real)(*paths))
     with pytest.raises(InputError, match="experts is on another"):
-        Store(tmp_path).obtain("experts", CONTENT, weights())
+        Store(tmp_path).obtain("experts", CONTENT, make_weights())
 
 
 def test_a_store_that_is_read_only_gives_what_it_has_and_says_why_it_takes_nothing(
     tmp_path, monkeypatch
 ) -> None:
-    Store(tmp_path).obtain("experts", CONTENT, weights())
+    Store(tmp_path).obtain("experts", CONTENT, make_weights())
 
     def refuse(self: Path, *arguments, **named) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    assert Store(tmp_path).obtain("experts", CONTENT, weights()).reused
+    assert Store(tmp_path).obtain("experts", CONTENT, make_weights()).reused
     with pytest.raises(InputError, match=r"Read-only.*store\.root"):
-        Store(tmp_path).obtain("experts", CONTENT | {"seed": 1}, weights())
+        Store(tmp_path).obtain("experts", CONTENT | {"seed": 1}, make_weights())
 
 
 def truncate(path: Path) -> None:
@@ -169,63 +170,87 @@ def flip(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
-def another_model(path: Path) -> None:
+def write_another_model(path: Path) -> None:
     save_file({"w": torch.zeros(8, 8)}, path)
 
 
-@pytest.mark.parametrize("damage", [truncate, flip, another_model, Path.unlink])
+@pytest.mark.parametrize("damage", [truncate, flip, write_another_model, Path.unlink])
 def test_a_damaged_checkpoint_is_named_when_it_is_read_and_by_verify(tmp_path, damage) -> None:
     store = Store(tmp_path)
-    made = store.obtain("experts", CONTENT, weights())
-    damage(made.folder / "model.safetensors")
-    found = store.find("experts", CONTENT)
-    with pytest.raises(InputError, match=rf"stored experts {made.key} .*model.safetensors.*delete the folder"):
-        found.find_file("model.safetensors")
-    (found,) = find_damages(store.list_artifacts())
-    assert found.folder == made.folder
-    assert made.key in found.message
-    shutil.rmtree(made.folder)
-    again = store.obtain("experts", CONTENT, weights())
-    assert again.files == made.files
+    stored = store.obtain("experts", CONTENT, make_weights())
+    damage(stored.folder / "model.safetensors")
+    artifact = store.find("experts", CONTENT)
+    with pytest.raises(
+        InputError, match=rf"stored experts {stored.key} .*model.safetensors.*delete the folder"
+    ):
+        artifact.find_file("model.safetensors")
+    (artifact,) = find_damages(store.list_artifacts())
+    assert artifact.folder == stored.folder
+    assert stored.key in artifact.message
+    shutil.rmtree(stored.folder)
+    again = store.obtain("experts", CONTENT, make_weights())
+    assert again.files == stored.files
+
+
+def test_what_a_process_published_is_hashed_once_unless_it_changes(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("mergekit_lab.store.artifact._TICK", 0)
+    hashed, hash_bytes = [], artifact.hash_bytes
+
+    def count(path: Path) -> str:
+        hashed.append(path)
+        return hash_bytes(path)
+
+    for module in ("artifact", "store"):
+        monkeypatch.setattr(f"mergekit_lab.store.{module}.hash_bytes", count)
+    made = Store(tmp_path).obtain("experts", CONTENT, make_weights())
+    file = made.find_file("model.safetensors")
+    assert len(hashed) == 1
+    os.utime(file, (1, 1))
+    for _ in range(2):
+        made.find_file("model.safetensors")
+    assert len(hashed) == 2
+    flip(file)
+    with pytest.raises(InputError, match="is damaged"):
+        made.find_file("model.safetensors")
 
 
 def test_a_manifest_of_another_artifact_is_named_by_whoever_reads_it(tmp_path) -> None:
     store = Store(tmp_path)
-    made, other = (store.obtain("experts", CONTENT | {"seed": seed}, weights()) for seed in (0, 1))
-    shutil.copyfile(other.folder / "manifest.json", made.folder / "manifest.json")
-    (found,) = find_damages(store.list_artifacts())
-    assert f"{made.key} has the manifest of another artifact" in found.message
-    with pytest.raises(InputError, match=f"{made.key} has a damaged manifest .*another artifact's"):
+    artifact, other = (store.obtain("experts", CONTENT | {"seed": seed}, make_weights()) for seed in (0, 1))
+    shutil.copyfile(other.folder / "manifest.json", artifact.folder / "manifest.json")
+    (damage,) = find_damages(store.list_artifacts())
+    assert f"{artifact.key} has the manifest of another artifact" in damage.message
+    with pytest.raises(InputError, match=f"{artifact.key} has a damaged manifest .*another artifact's"):
         store.find("experts", CONTENT | {"seed": 0})
 
 
 def test_a_flipped_digit_of_what_an_evaluation_found_is_named(tmp_path) -> None:
     """Its value stands in the manifest alone."""
     store = Store(tmp_path)
-    made = store.obtain("evaluations", CONTENT, lambda workspace: {"value": 0.9125, "by": {3: [1, 2]}})
+    artifact = store.obtain("evaluations", CONTENT, lambda workspace: {"value": 0.9125, "by": {3: [1, 2]}})
     assert store.find("evaluations", CONTENT).info["value"] == 0.9125
-    manifest = made.folder / "manifest.json"
+    manifest = artifact.folder / "manifest.json"
     manifest.write_text(manifest.read_text().replace("0.9125", "0.1125"))
-    with pytest.raises(InputError, match=f"{made.key} has a damaged manifest .*not as it was published"):
+    with pytest.raises(InputError, match=f"{artifact.key} has a damaged manifest .*not as it was published"):
         store.find("evaluations", CONTENT)
-    (found,) = find_damages(find_unreadable(store))
-    assert found.folder == made.folder
+    (damage,) = find_damages(find_unreadable(store))
+    assert damage.folder == artifact.folder
 
 
 def test_a_link_to_nowhere_in_an_artifact_s_place_is_replaced(tmp_path) -> None:
-    made = Store(tmp_path).obtain("experts", CONTENT, weights())
-    elsewhere = made.folder.rename(tmp_path / "elsewhere")
-    made.folder.symlink_to(elsewhere)
+    artifact = Store(tmp_path).obtain("experts", CONTENT, make_weights())
+    elsewhere = artifact.folder.rename(tmp_path / "elsewhere")
+    artifact.folder.symlink_to(elsewhere)
     assert Store(tmp_path).find("experts", CONTENT).find_file("model.safetensors").is_file()
     shutil.rmtree(elsewhere)
-    assert not Store(tmp_path).obtain("experts", CONTENT, weights()).reused
-    assert not made.folder.is_symlink()
+    assert not Store(tmp_path).obtain("experts", CONTENT, make_weights()).reused
+    assert not artifact.folder.is_symlink()
 
 
 def test_an_artifact_of_an_older_schema_is_sound(tmp_path) -> None:
-    made = Store(tmp_path).obtain("experts", CONTENT, weights())
-    manifest = json.loads((made.folder / "manifest.json").read_text())
-    old = made.folder.rename(made.folder.with_name(make_key(CONTENT, schema=0)))
+    artifact = Store(tmp_path).obtain("experts", CONTENT, make_weights())
+    manifest = json.loads((artifact.folder / "manifest.json").read_text())
+    old = artifact.folder.rename(artifact.folder.with_name(make_key(CONTENT, schema=0)))
     del manifest["digest"]  # which it had not yet
     (old / "manifest.json").write_text(json.dumps(manifest | {"schema": 0, "key": old.name}))
     assert Store(tmp_path).find("experts", CONTENT) is None
@@ -234,11 +259,11 @@ def test_an_artifact_of_an_older_schema_is_sound(tmp_path) -> None:
 
 def test_the_nearest_artifact_and_its_first_difference_say_why_nothing_was_found(tmp_path) -> None:
     store = Store(tmp_path)
-    near = store.obtain("experts", CONTENT, weights())
-    store.obtain("experts", CONTENT | {"task": "mnist", "seed": 4}, weights())
+    near = store.obtain("experts", CONTENT, make_weights())
+    store.obtain("experts", CONTENT | {"task": "mnist", "seed": 4}, make_weights())
     wanted = CONTENT | {"training": {"lr": 2e-4, "steps": 9}}
-    found, parts = find_nearest(store, "experts", wanted)
-    assert found.key == near.key
+    nearest, parts = find_nearest(store, "experts", wanted)
+    assert nearest.key == near.key
     assert [(d.path, d.wanted, d.stored) for d in parts] == [("training.lr", 2e-4, 1e-4)]
     assert find_nearest(store, "merged", wanted) is None
     assert list_differences({"a": 1}, {"a": 1, "b": 2})[0].path == "b"
@@ -247,17 +272,17 @@ def test_the_nearest_artifact_and_its_first_difference_say_why_nothing_was_found
 
 def test_what_is_removed_is_not_found_and_age_counts_in_days(tmp_path) -> None:
     store = Store(tmp_path)
-    made = store.obtain("experts", CONTENT, weights())
+    artifact = store.obtain("experts", CONTENT, make_weights())
     (read,) = store.list_artifacts()
     assert is_older(read, 0)
     assert not is_older(read, 1)
     assert not is_older(read, 1e23)
     remove(store, read.folder)
     assert store.find("experts", CONTENT) is None
-    assert not made.folder.exists()
+    assert not artifact.folder.exists()
 
 
-def loop(path: Path) -> None:
+def link_to_itself(path: Path) -> None:
     path.symlink_to(path)
 
 
@@ -265,14 +290,14 @@ def link_to_a_device(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
-STRANGE = [Path.touch, os.mkfifo, loop, link_to_a_device]
+STRANGE = [Path.touch, os.mkfifo, link_to_itself, link_to_a_device]
 """What may stand where a folder was."""
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, loop, link_to_a_device])
+@pytest.mark.parametrize("make", [os.mkfifo, link_to_itself, link_to_a_device])
 @pytest.mark.parametrize("look", [Store.list_artifacts, find_unreadable], ids=["list", "verify"])
 def test_a_kind_that_cannot_be_read_is_named_and_not_taken_for_empty(tmp_path, make, look) -> None:
-    Store(tmp_path).obtain("experts", CONTENT, weights())
+    Store(tmp_path).obtain("experts", CONTENT, make_weights())
     (tmp_path / "experts").rename(tmp_path / ".away")
     make(tmp_path / "experts")
     with pytest.raises(InputError, match=r"experts cannot be read"):
@@ -280,7 +305,7 @@ def test_a_kind_that_cannot_be_read_is_named_and_not_taken_for_empty(tmp_path, m
 
 
 def test_a_folder_that_may_not_be_listed_is_named(tmp_path, monkeypatch) -> None:
-    Store(tmp_path).obtain("experts", CONTENT, weights())
+    Store(tmp_path).obtain("experts", CONTENT, make_weights())
     real = os.listdir
 
     def refuse(path):
@@ -295,7 +320,7 @@ def test_a_folder_that_may_not_be_listed_is_named(tmp_path, monkeypatch) -> None
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
 def test_what_a_user_may_not_read_is_no_damage_that_is_removed(tmp_path, monkeypatch, name) -> None:
-    made = Store(tmp_path).obtain("experts", CONTENT, weights())
+    stored = Store(tmp_path).obtain("experts", CONTENT, make_weights())
 
     def refuse(path, *rest):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
@@ -305,15 +330,15 @@ def test_what_a_user_may_not_read_is_no_damage_that_is_removed(tmp_path, monkeyp
     )
     with pytest.raises(InputError, match=r"\(Permission denied\)"):
         find_damages(Store(tmp_path).list_artifacts())
-    assert made.folder.is_dir()
+    assert stored.folder.is_dir()
 
 
 def test_what_is_no_kind_beside_the_artifacts_is_left_alone(tmp_path) -> None:
-    made = Store(tmp_path).obtain("experts", CONTENT, weights())
+    artifact = Store(tmp_path).obtain("experts", CONTENT, make_weights())
     (tmp_path / "README.txt").write_text("whose store this is")
     (tmp_path / "lost+found").symlink_to("/nowhere")
     (tmp_path / "experts/.nfs0001").write_text("")
-    assert [artifact.key for artifact in Store(tmp_path).list_artifacts()] == [made.key]
+    assert [artifact.key for artifact in Store(tmp_path).list_artifacts()] == [artifact.key]
     assert list(find_unreadable(Store(tmp_path))) == []
     (tmp_path / "fits").write_text("a file in a kind's place")
     for look in (Store(tmp_path).list_artifacts, lambda: find_unreadable(Store(tmp_path))):
@@ -326,26 +351,26 @@ def test_what_is_no_kind_beside_the_artifacts_is_left_alone(tmp_path) -> None:
 def test_what_stands_in_an_artifact_s_place_is_named_and_taken_out(tmp_path, make, name) -> None:
     """Nothing waits for a pipe."""
     store = Store(tmp_path)
-    made = store.obtain("experts", CONTENT, weights())
-    path = made.folder / name
+    artifact = store.obtain("experts", CONTENT, make_weights())
+    path = artifact.folder / name
     path.rename(tmp_path / ".away")
     make(path)
     wrong = find_damages([*store.list_artifacts(), *find_unreadable(store)])
-    assert {damage.folder for damage in wrong} == {made.folder}
-    remove(store, made.folder)
-    assert not os.path.lexists(made.folder)
+    assert {damage.folder for damage in wrong} == {artifact.folder}
+    remove(store, artifact.folder)
+    assert not os.path.lexists(artifact.folder)
     assert list((tmp_path / "work/removed").iterdir()) == []
-    assert not store.obtain("experts", CONTENT, weights()).reused
+    assert not store.obtain("experts", CONTENT, make_weights()).reused
 
 
-@pytest.mark.parametrize("make", [Path.touch, os.mkfifo, loop])
+@pytest.mark.parametrize("make", [Path.touch, os.mkfifo, link_to_itself])
 def test_what_stands_in_an_artifact_s_folder_s_place_is_replaced_by_the_artifact(tmp_path, make) -> None:
     (tmp_path / "experts").mkdir()
     make(tmp_path / "experts" / KEY)
-    assert Store(tmp_path).obtain("experts", CONTENT, weights()).find_file("model.safetensors").is_file()
+    assert Store(tmp_path).obtain("experts", CONTENT, make_weights()).find_file("model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("make", [Path.touch, os.mkfifo, loop])
+@pytest.mark.parametrize("make", [Path.touch, os.mkfifo, link_to_itself])
 @pytest.mark.parametrize("name", ["experts", "work", "work/experts", "locks", f"work/experts/{KEY}"])
 def test_a_file_where_the_store_keeps_a_folder_is_named_before_any_work(tmp_path, make, name) -> None:
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -361,13 +386,13 @@ def test_makers_find_nothing_but_files_and_folders_to_resume_from(tmp_path, make
     path.parent.mkdir(parents=True)
     make(path)
 
-    def goes_on(workspace):
+    def go_on(workspace):
         left = [each for each in workspace.resume.rglob("*") if each.exists()]
         assert all(each.is_file() or each.is_dir() for each in left)
         (workspace.resume / "new").write_text("")
         return {}
 
-    Store(tmp_path).obtain("experts", CONTENT, goes_on)
+    Store(tmp_path).obtain("experts", CONTENT, go_on)
 
 
 @pytest.mark.parametrize(
@@ -375,17 +400,17 @@ def test_makers_find_nothing_but_files_and_folders_to_resume_from(tmp_path, make
 )
 def test_a_hostile_manifest_is_damage_like_any_other(tmp_path, text) -> None:
     store = Store(tmp_path)
-    made, other = (store.obtain("experts", CONTENT | {"seed": seed}, weights()) for seed in (0, 1))
-    (made.folder / "manifest.json").write_text(text)
+    artifact, other = (store.obtain("experts", CONTENT | {"seed": seed}, make_weights()) for seed in (0, 1))
+    (artifact.folder / "manifest.json").write_text(text)
     assert [artifact.key for artifact in store.list_artifacts()] == [other.key]
     (wrong,) = find_damages(find_unreadable(store))
-    assert wrong.folder == made.folder
+    assert wrong.folder == artifact.folder
     assert "damaged manifest" in wrong.message
     assert len(wrong.message) < 1000
-    with pytest.raises(InputError, match=f"{made.key} has a damaged manifest"):
+    with pytest.raises(InputError, match=f"{artifact.key} has a damaged manifest"):
         store.find("experts", CONTENT)
     with pytest.raises(InputError, match=r"manifest.json cannot be used"):
-        adopt(store, made.folder)
+        adopt(store, artifact.folder)
 
 
 def test_content_that_is_nested_without_end_names_nothing() -> None:
@@ -398,10 +423,10 @@ def test_content_that_is_nested_without_end_names_nothing() -> None:
 
 def test_a_removal_that_was_cut_is_listed_and_ended_by_the_next(tmp_path) -> None:
     store = Store(tmp_path)
-    made = store.obtain("experts", CONTENT, weights())
-    bytes_of_it = measure_size(made)
+    artifact = store.obtain("experts", CONTENT, make_weights())
+    bytes_of_it = measure_size(artifact)
     (tmp_path / "work/removed").mkdir(parents=True)
-    made.folder.rename(tmp_path / "work/removed/abc")  # and killed here
+    artifact.folder.rename(tmp_path / "work/removed/abc")  # and killed here
     (left,) = find_half_made(store)
     assert (left.kind, left.key) == ("removed", "abc")
     assert measure_size(left) == bytes_of_it
@@ -442,23 +467,23 @@ def test_content_and_files_may_have_names_that_are_no_unicode(tmp_path) -> None:
         return {}
 
     content = CONTENT | {"path": "\udcff", "name": "Ünïcode"}
-    made = Store(tmp_path).obtain("experts", content, make)
+    artifact = Store(tmp_path).obtain("experts", content, make)
     assert Store(tmp_path).find("experts", content).find_file("\udcff").read_text() == "x"
-    assert "Ünïcode" in (made.folder / "manifest.json").read_text()
+    assert "Ünïcode" in (artifact.folder / "manifest.json").read_text()
 
 
-def exported(tmp_path: Path) -> Path:
-    made = Store(tmp_path / "one").obtain("experts", CONTENT, weights())
-    shutil.copytree(made.folder, tmp_path / "out")
+def export(tmp_path: Path) -> Path:
+    artifact = Store(tmp_path / "one").obtain("experts", CONTENT, make_weights())
+    shutil.copytree(artifact.folder, tmp_path / "out")
     return tmp_path / "out"
 
 
 def test_an_exported_folder_is_the_same_artifact_in_another_store(tmp_path) -> None:
-    folder = exported(tmp_path)
-    made = adopt(Store(tmp_path / "two"), folder)
-    assert made.key == KEY
-    assert made.info["val_accuracy"] == 1.0
-    assert torch.equal(torch.tensor(1.0).expand(8, 8), _read(made.find_file("model.safetensors")))
+    folder = export(tmp_path)
+    artifact = adopt(Store(tmp_path / "two"), folder)
+    assert artifact.key == KEY
+    assert artifact.info["val_accuracy"] == 1.0
+    assert torch.equal(torch.tensor(1.0).expand(8, 8), _read(artifact.find_file("model.safetensors")))
 
 
 def _read(path: Path) -> torch.Tensor:
@@ -467,17 +492,12 @@ def _read(path: Path) -> torch.Tensor:
     return open_checkpoint(path)["w"]
 
 
-class Bomb:
-    def __reduce__(self):
-        return os.mkdir, ("exploded",)
-
-
 def test_what_is_imported_runs_no_code_and_leaves_its_folder_by_no_name(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    folder = exported(tmp_path)
+    folder = export(tmp_path)
     manifest = json.loads((folder / "manifest.json").read_text())
     (tmp_path / "secret").write_text("x")
-    loop(folder / "loop")
+    link_to_itself(folder / "loop")
     os.mkfifo(folder / "pipe")
     digest = manifest["files"]["model.safetensors"]
     for change, match in (
@@ -503,11 +523,11 @@ def test_what_is_imported_runs_no_code_and_leaves_its_folder_by_no_name(tmp_path
         (folder / "manifest.json").write_text(json.dumps(changed))
         with pytest.raises(InputError, match=match):
             adopt(Store(tmp_path / "two"), folder)
-    old = {name: said for name, said in manifest.items() if name != "digest"}
+    old = {name: value for name, value in manifest.items() if name != "digest"}
     (folder / "manifest.json").write_text(json.dumps(old | {"files": {"model.safetensors": "0" * 64}}))
     with pytest.raises(InputError, match="is damaged"):
         adopt(Store(tmp_path / "two"), folder)
-    (folder / "manifest.json").write_bytes(pickle.dumps(Bomb()))
+    (folder / "manifest.json").write_bytes(HOSTILE)
     with pytest.raises(InputError, match="cannot be used"):
         adopt(Store(tmp_path / "two"), folder)
     (folder / "manifest.json").unlink()

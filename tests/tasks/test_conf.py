@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from composing import composed
+from composing import compose_config
 from hydra.utils import get_class, instantiate
 
 from mergekit_lab import tasks
@@ -25,20 +25,20 @@ def test_a_task_file_states_every_field_and_the_class_defaults(path):
     content = yaml.safe_load(path.read_text())
     task = get_class(content.pop("_target_"))
     assert set(content) == {field.name for field in fields(task)}
-    made = task(**content)
-    assert path.stem == made.name or path.stem.endswith(f"_{made.name}")
+    instance = task(**content)
+    assert path.stem == instance.name or path.stem.endswith(f"_{instance.name}")
     if issubclass(task, ImageTask):
-        assert made == task()
+        assert instance == task()
 
 
 @pytest.mark.parametrize("path", SUITES, ids=lambda path: path.stem)
 def test_a_suite_composes_into_tasks_keyed_by_name(path):
-    config, _ = composed([f"suite={path.stem}"])
+    config, _ = compose_config([f"suite={path.stem}"])
     assert config.suite.name == path.stem
-    made = {key: instantiate(value) for key, value in config.suite.tasks.items()}
-    assert all(task.name == key for key, task in made.items())
+    suite_tasks = {key: instantiate(value) for key, value in config.suite.tasks.items()}
+    assert all(task.name == key for key, task in suite_tasks.items())
     count = re.search(r"\d*$", path.stem)[0]
-    assert not count or len(made) == int(count)
+    assert not count or len(suite_tasks) == int(count)
 
 
 def test_the_suite_of_the_harness_states_every_field_of_its_tasks() -> None:
@@ -48,19 +48,19 @@ def test_the_suite_of_the_harness_states_every_field_of_its_tasks() -> None:
     assert set(content) - set(own) == {"name", "tasks", "lm_eval_tasks"}
 
 
-def concrete(kind: type) -> set[type]:
-    below = set().union(*(concrete(sub) for sub in kind.__subclasses__()), kind.__subclasses__())
-    ours = {made for made in below if made.__module__.startswith("mergekit_lab.")}
-    return {made for made in ours if not inspect.isabstract(made) and not made.__name__.startswith("_")}
+def list_concrete(cls: type) -> set[type]:
+    below = set().union(*(list_concrete(sub) for sub in cls.__subclasses__()), cls.__subclasses__())
+    ours = {cls for cls in below if cls.__module__.startswith("mergekit_lab.")}
+    return {cls for cls in ours if not inspect.isabstract(cls) and not cls.__name__.startswith("_")}
 
 
 def test_every_task_is_exported_and_has_a_configuration() -> None:
     targets = "".join(path.read_text() for path in (CONF / "task").rglob("*.yaml"))
     bases = {tasks.Handwriting, tasks.GlyphTask}
     by_name = {tasks.HarnessTask}  # suite.lm_eval_tasks names them
-    for made in concrete(Task) - bases - by_name:
-        assert made.__name__ in tasks.__all__, f"{made.__name__} is no name of mergekit_lab.tasks"
-        assert f"mergekit_lab.tasks.{made.__name__}\n" in targets, f"{made.__name__} has no file in conf/task"
+    for cls in list_concrete(Task) - bases - by_name:
+        assert cls.__name__ in tasks.__all__, f"{cls.__name__} is no name of mergekit_lab.tasks"
+        assert f"mergekit_lab.tasks.{cls.__name__}\n" in targets, f"{cls.__name__} has no file in conf/task"
 
 
 def test_the_page_lists_every_suite_with_its_tasks() -> None:
@@ -78,12 +78,12 @@ def test_the_page_lists_every_suite_with_its_tasks() -> None:
 
 
 def test_pretraining_keeps_clear_of_every_rendered_task() -> None:
-    assert set(SHIPPED) == concrete(tasks.GlyphTask)
+    assert set(SHIPPED) == list_concrete(tasks.GlyphTask)
 
 
 @pytest.mark.parametrize("name", CLIP_SUITES)
 def test_the_published_suites_hold_their_tasks_in_the_published_order(name):
-    config, _ = composed([f"suite={name}"])
+    config, _ = compose_config([f"suite={name}"])
     assert config.suite.name == name.removesuffix("_saft"), "the same tasks, with that paper's validation"
     assert len(config.suite.tasks) == int(re.search(r"\d+", name)[0])
     assert list(config.suite.tasks)[:8] == [

@@ -12,14 +12,14 @@ from mergekit_lab.tasks.pretraining import list_pretraining_pairs
 TASKS = [Digits(), Mnist(), *(task() for task in SHIPPED)]
 
 
-def pictures(task, part):
+def digest_pictures(task, part):
     return {digest(*pair) for options in task.list_pairs()[part] for pair in options}
 
 
 @pytest.mark.parametrize("task", SHIPPED, ids=lambda task: task.__name__)
 def test_clean_bitmaps_of_the_parts_are_disjoint(task):
     for one, other in itertools.combinations(PARTS, 2):
-        assert not pictures(task, one) & pictures(task, other)
+        assert not digest_pictures(task, one) & digest_pictures(task, other)
 
 
 @pytest.mark.parametrize("task", [t for t in SHIPPED if t is not Style], ids=lambda task: task.__name__)
@@ -42,7 +42,7 @@ def test_a_clean_bitmap_has_one_label_over_all_tasks():
             for name, options in zip(task.classes, task.list_pairs()[part], strict=True):
                 for pair in options:
                     labels.setdefault(digest(*pair), set()).add((task.__name__, name))
-    assert [found for found in labels.values() if len(found) > 1] == []
+    assert [owners for owners in labels.values() if len(owners) > 1] == []
 
 
 def test_pretraining_sees_no_validation_or_test_bitmap():
@@ -50,13 +50,13 @@ def test_pretraining_sees_no_validation_or_test_bitmap():
     assert len(seen) > 30000
     for task in SHIPPED:
         for part in ("validation", "test"):
-            assert not seen & pictures(task, part)
-            assert pictures(task, part) <= find_held_out()
+            assert not seen & digest_pictures(task, part)
+            assert digest_pictures(task, part) <= find_held_out()
 
 
 def test_pretraining_sees_training_bitmaps_so_that_zero_shot_has_a_chance():
     seen = {digest(*pair) for pair in list_pretraining_pairs()}
-    assert len(pictures(Accents, "train") & seen) > 0.9 * len(pictures(Accents, "train"))
+    assert len(digest_pictures(Accents, "train") & seen) > 0.9 * len(digest_pictures(Accents, "train"))
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
@@ -68,8 +68,8 @@ def test_tasks_share_no_image():
     owners: dict[bytes, str] = {}
     for task in TASKS:
         for part in PARTS:
-            for found in digest_images(task.load_samples(part).images):
-                assert owners.setdefault(found, task.name) == task.name
+            for image in digest_images(task.load_samples(part).images):
+                assert owners.setdefault(image, task.name) == task.name
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)

@@ -25,8 +25,8 @@ def test_ink_is_centered_and_inside_the_canvas():
     for bitmap in stack([(face, code) for face in FACES for code in map(ord, "iWgQ")]):
         rows, columns = (bitmap.amax(dim) > 0 for dim in (1, 0))
         for line in (rows, columns):
-            places = line.nonzero()
-            first, last = int(places[0]), CANVAS - 1 - int(places[-1])
+            positions = line.nonzero()
+            first, last = int(positions[0]), CANVAS - 1 - int(positions[-1])
             assert first > 0
             assert abs(first - last) <= 1
 

@@ -88,26 +88,26 @@ def test_a_prediction_without_words_has_no_rouge() -> None:
 
 
 def test_strict_accuracy_wants_the_very_text_and_lenient_forgives() -> None:
-    said, wanted = ["Yes", " yes.", "no", ""], ["Yes", "Yes", "No", "Yes"]
-    assert accuracy(said, wanted) == 0.25
-    assert lenient_accuracy(said, wanted) == 0.75
+    answers, wanted = ["Yes", " yes.", "no", ""], ["Yes", "Yes", "No", "Yes"]
+    assert accuracy(answers, wanted) == 0.25
+    assert lenient_accuracy(answers, wanted) == 0.75
     assert first_character(["A. because", " A", "B"], ["A", "A", "B"]) == pytest.approx(2 / 3)
 
 
 def test_correlations_equal_those_of_scikit_learn_and_scipy() -> None:
-    said = ["acceptable", "unacceptable", "acceptable", "acceptable ", "unacceptable", "nonsense"]
+    answers = ["acceptable", "unacceptable", "acceptable", "acceptable ", "unacceptable", "nonsense"]
     wanted = ["acceptable", "acceptable", "unacceptable", "acceptable", "unacceptable", "acceptable"]
-    positive = [[x.strip() == "unacceptable" for x in side] for side in (said, wanted)]
-    assert matthews(said, wanted) == pytest.approx(matthews_corrcoef(positive[1], positive[0]))
-    said, wanted = ["1.0", "3.5", "2.0", "5.0", "no number"], ["0.2", "3.0", "2.6", "2.8", "1.0"]
+    positive = [[x.strip() == "unacceptable" for x in side] for side in (answers, wanted)]
+    assert matthews(answers, wanted) == pytest.approx(matthews_corrcoef(positive[1], positive[0]))
+    answers, wanted = ["1.0", "3.5", "2.0", "5.0", "no number"], ["0.2", "3.0", "2.6", "2.8", "1.0"]
     numbers = [1.0, 3.5, 2.0, 5.0, 0.0]
-    assert spearman(said, wanted) == pytest.approx(
+    assert spearman(answers, wanted) == pytest.approx(
         spearmanr(numbers, [0.2, 3.0, 2.6, 2.8, 1.0]).statistic, abs=1e-5
     )
     assert spearman(["1", "1"], ["1", "2"]) == 0.0
     assert spearman(["1"], ["2"]) == 0.0
     for odd in ("nan", "inf", "-1e999"):
-        assert spearman([*said[:-1], odd], wanted) == spearman(said, wanted)
+        assert spearman([*answers[:-1], odd], wanted) == spearman(answers, wanted)
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -133,6 +133,6 @@ def test_a_metric_of_sources_asks_for_them() -> None:
 
 @pytest.mark.parametrize("name", sorted(MEANS))
 def test_a_mean_is_that_of_its_samples(name: str) -> None:
-    said, wanted, sources = ["a b", "yes.", "c"], ["a c", "Yes", "c d"], ["a b c", "no", "d"]
-    each = [METRICS[name]([p], [r], [s]) for p, r, s in zip(said, wanted, sources, strict=True)]
-    assert METRICS[name](said, wanted, sources) == pytest.approx(sum(each) / 3, abs=1e-6)
+    answers, wanted, sources = ["a b", "yes.", "c"], ["a c", "Yes", "c d"], ["a b c", "no", "d"]
+    each = [METRICS[name]([p], [r], [s]) for p, r, s in zip(answers, wanted, sources, strict=True)]
+    assert METRICS[name](answers, wanted, sources) == pytest.approx(sum(each) / 3, abs=1e-6)

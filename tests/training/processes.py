@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from language import Colors, tiny_backbone
-from tiny import TinyEncoder, tiny_objective
+from language import Colors, make_tiny_backbone
+from tiny import TinyEncoder, make_tiny_objective
+from trainings import Cut
 
 from mergekit_lab.optim import ASAM, SAM, WASAM, MergOPT
 from mergekit_lab.training import TrainingSettings, clock, finetune
@@ -29,10 +30,6 @@ SETTINGS = TrainingSettings(
 )
 LANGUAGE = ("llama", "t5")
 """Kinds of `save_tiny`; the Llama decodes its answers, the T5 chooses them."""
-
-
-class Cut(Exception):
-    pass
 
 
 def train(
@@ -57,7 +54,7 @@ def train(
     options = {"accelerator": "cpu", "enable_progress_bar": False, **trainer}
     try:
         done = finetune(
-            model, {"a": tiny_objective(head)}, OPTIMIZERS[name], settings, seed=0, resume=resume,
+            model, {"a": make_tiny_objective(head)}, OPTIMIZERS[name], settings, seed=0, resume=resume,
             trainer=options, on_metrics=look,
         )  # fmt: skip
     except Cut:
@@ -65,10 +62,10 @@ def train(
     return None if done is None else {"state": done.state, "curve": done.curve}
 
 
-def train_language(kind: str, models: Path, resume: Path, **trainer: Any) -> dict[str, Any] | None:
+def train_language(architecture: str, models: Path, resume: Path, **trainer: Any) -> dict[str, Any] | None:
     """Weights and validation after four steps of a tiny language model."""
-    answering = "generate" if kind == "llama" else "choices"
-    backbone = tiny_backbone(models / kind, kind, answering=answering)
+    answering = "generate" if architecture == "llama" else "choices"
+    backbone = make_tiny_backbone(models / architecture, architecture, answering=answering)
     optimizer = partial(MergOPT, base=partial(torch.optim.SGD, lr=0.1, momentum=0.9), scale=0.01)
     settings = TrainingSettings(
         steps=4, batch_size=8, lr=0.1, weight_decay=0.0, validations=1, accumulate=2, keep="last"
@@ -100,27 +97,27 @@ def train_by_a_clock_of_its_own(resume: Path, rank: int) -> list[float]:
     return seen
 
 
-def both(folder: str, models: str) -> None:
+def train_all(folder: str, models: str) -> None:
     """Every optimizer under DDP, some under FSDP2, language models under both; a file a rank."""
     import os
 
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in OPTIMIZERS:
         seen: list[float] = []
         done = train(name, Path(folder, "ddp", name), seen, strategy="ddp", devices=2)
-        found[f"ddp {name}"] = {"seen": seen, "done": done}
-    found["clock"] = train_by_a_clock_of_its_own(Path(folder, "clock"), int(os.environ["RANK"]))
+        results[f"ddp {name}"] = {"seen": seen, "done": done}
+    results["clock"] = train_by_a_clock_of_its_own(Path(folder, "clock"), int(os.environ["RANK"]))
     for name in SHARDED:
-        found[f"fsdp {name}"] = {"done": train(name, Path(folder, "fsdp", name), strategy="fsdp", devices=2)}
+        results[f"fsdp {name}"] = {"done": train(name, Path(folder, "fsdp", name), strategy="fsdp", devices=2)}
     for name in RESUMED:
-        place = Path(folder, "fsdp", f"{name} cut")
-        train(name, place, cut=5, strategy="fsdp", devices=2)
-        found[f"fsdp {name} resumed"] = {"done": train(name, place, strategy="fsdp", devices=2)}
+        folder_of_run = Path(folder, "fsdp", f"{name} cut")
+        train(name, folder_of_run, cut=5, strategy="fsdp", devices=2)
+        results[f"fsdp {name} resumed"] = {"done": train(name, folder_of_run, strategy="fsdp", devices=2)}
     for strategy in ("ddp", "fsdp"):
-        for kind in LANGUAGE:
-            place = Path(folder, strategy, kind)
-            found[f"{strategy} {kind}"] = train_language(
-                kind, Path(models), place, strategy=strategy, devices=2
+        for architecture in LANGUAGE:
+            folder_of_run = Path(folder, strategy, architecture)
+            results[f"{strategy} {architecture}"] = train_language(
+                architecture, Path(models), folder_of_run, strategy=strategy, devices=2
             )
-    torch.save(found, Path(folder, f"{os.environ['RANK']}.pt"))
+    torch.save(results, Path(folder, f"{os.environ['RANK']}.pt"))

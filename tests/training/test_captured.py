@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import recorder
 import torch
-from tiny import TinyEncoder, tiny_objective
+from tiny import TinyEncoder, make_tiny_objective
 from torch.nn import functional
 from trainings import OPTIMIZERS, SETTINGS, Cut, run
 
@@ -22,9 +22,9 @@ REPLAYABLE = [name for name in OPTIMIZERS if name != "mergopt_worst"]
 def card(monkeypatch):
     """The CPU, with graphs."""
     monkeypatch.setattr("mergekit_lab.training.module.DEVICES", ("cpu",))
-    monkeypatch.setattr(captured, "GraphStream", recorder.GraphStream)
+    monkeypatch.setattr(captured, "GraphStream", recorder.RecordedGraphStream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recorder.recording[0])
-    return recorder.GraphStream
+    return recorder.RecordedGraphStream
 
 
 def train(make_optimizer, head, replays: bool, steps: int = 14):
@@ -35,7 +35,7 @@ def train(make_optimizer, head, replays: bool, steps: int = 14):
         optimizer.stays_in_train_mode = False
         optimizer.allow_replay(CPU)
     keep_on_device(getattr(optimizer, "base", optimizer), CPU)
-    objective = tiny_objective(head)
+    objective = make_tiny_objective(head)
 
     def step(batch):
         first = []
@@ -129,7 +129,7 @@ def test_a_step_that_fails_to_be_recorded_runs_as_written(head, card, caplog) ->
         return loss
 
     replay = captured.Replay(step, optimizer, CPU)
-    batch = {"task": tiny_objective(head).make_training_batch(torch.arange(8))}
+    batch = {"task": make_tiny_objective(head).make_training_batch(torch.arange(8))}
     for _ in range(4):
         replay(batch)
     assert optimizer.steps_done == 4

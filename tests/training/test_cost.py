@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from tiny import TinyEncoder, tiny_objective
+from tiny import TinyEncoder, make_tiny_objective
 
 from mergekit_lab.training import TrainingCost, TrainingSettings, finetune
 
@@ -14,7 +14,7 @@ def test_steps_a_second_are_known_after_the_first_five(steps: int, known: bool, 
     cost = TrainingCost()
     finetune(
         TinyEncoder(),
-        {"tiny": tiny_objective(torch.randn(3, 8))},
+        {"tiny": make_tiny_objective(torch.randn(3, 8))},
         partial(torch.optim.SGD, lr=0.1),
         TrainingSettings(steps=steps, batch_size=6, lr=0.1, weight_decay=0.0, validations=2),
         seed=0,

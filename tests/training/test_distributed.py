@@ -13,7 +13,7 @@ from optim.problems import (
     assert_close,
     assert_differ,
     assert_equal_bits,
-    gradients,
+    compute_gradients,
     train,
 )
 
@@ -28,33 +28,33 @@ def ranks(tmp_path_factory) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(distributed.WORLD)]
 
 
-def assert_ranks_agree(found: list[dict[str, Any]]) -> None:
-    for one, other in zip(found[0]["after"], found[1]["after"], strict=True):
+def assert_ranks_agree(results: list[dict[str, Any]]) -> None:
+    for one, other in zip(results[0]["after"], results[1]["after"], strict=True):
         assert_equal_bits(other, one)
 
 
-def alone(make: Any, problem: Problem) -> dict[str, torch.Tensor]:
+def train_alone(make: Any, problem: Problem) -> dict[str, torch.Tensor]:
     optimizer = make(problem.model.named_parameters(), base=BASES["adamw"])
     for _ in range(distributed.STEPS):
         optimizer.step(problem.closure)
-    return problem.weights()
+    return problem.copy_weights()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_data_parallel_ranks_agree_after_every_step_and_equal_one_process(ranks, name) -> None:
-    found = [rank["parallel"][name] for rank in ranks]
-    assert_ranks_agree(found)
-    for one, other in zip(found[0]["seen"], found[1]["seen"], strict=True):
+    results = [rank["parallel"][name] for rank in ranks]
+    assert_ranks_agree(results)
+    for one, other in zip(results[0]["seen"], results[1]["seen"], strict=True):
         assert_equal_bits(other, one)
-    assert_close(found[0]["after"][-1], train(OPTIMIZERS[name], "adamw", distributed.STEPS), 1e-9)
+    assert_close(results[0]["after"][-1], train(OPTIMIZERS[name], "adamw", distributed.STEPS), 1e-9)
 
 
 @pytest.mark.parametrize("name", distributed.LOCAL_ASCENT)
 def test_a_local_ascent_goes_up_each_rank_s_own_gradient_and_ranks_agree_after_it(ranks, name) -> None:
-    found = [rank["local ascent"][name] for rank in ranks]
-    assert_ranks_agree(found)
-    assert_equal_bits(found[0]["seen"][0], found[1]["seen"][0])
-    assert_differ(found[0]["seen"][1], found[1]["seen"][1])
+    results = [rank["local ascent"][name] for rank in ranks]
+    assert_ranks_agree(results)
+    assert_equal_bits(results[0]["seen"][0], results[1]["seen"][0])
+    assert_differ(results[0]["seen"][1], results[1]["seen"][1])
 
 
 def test_a_local_ascent_equals_one_written_out(ranks) -> None:
@@ -62,19 +62,19 @@ def test_a_local_ascent_equals_one_written_out(ranks) -> None:
     descent: dict[str, torch.Tensor] = {}
     for rank, problem in enumerate(parts):
         distributed.share(problem, rank)
-        start = problem.weights()
-        g = gradients(problem, start)
+        start = problem.copy_weights()
+        g = compute_gradients(problem, start)
         norm = sum((t**2).sum() for t in g.values()) ** 0.5
         away = {name: w + 0.3 * g[name] / norm for name, w in start.items()}
         assert_close(ranks[rank]["local ascent"]["sam"]["seen"][1], away, 1e-10)
-        for name, t in gradients(problem, away).items():
+        for name, t in compute_gradients(problem, away).items():
             descent[name] = descent.get(name, 0) + t / len(parts)
     plain = Problem()
     reference = BASES["adamw"](plain.model.parameters())
     for name, p in plain.model.named_parameters():
         p.grad = descent[name]
     reference.step()
-    assert_close(ranks[0]["local ascent"]["sam"]["after"][0], plain.weights(), 1e-9)
+    assert_close(ranks[0]["local ascent"]["sam"]["after"][0], plain.copy_weights(), 1e-9)
 
 
 def test_a_local_ascent_without_the_model_is_refused(ranks) -> None:
@@ -84,20 +84,20 @@ def test_a_local_ascent_without_the_model_is_refused(ranks) -> None:
 
 @pytest.mark.parametrize("name", distributed.PER_RANK)
 def test_an_offset_per_rank_differs_between_ranks_that_agree_after_every_step(ranks, name) -> None:
-    found = [rank["per rank"][name] for rank in ranks]
-    assert_ranks_agree(found)
-    assert_differ(found[0]["seen"][0], found[1]["seen"][0])
+    results = [rank["per rank"][name] for rank in ranks]
+    assert_ranks_agree(results)
+    assert_differ(results[0]["seen"][0], results[1]["seen"][0])
 
 
 @pytest.mark.parametrize("name", distributed.SHARDED)
 def test_sharded_parameters_give_the_weights_of_whole_ones(ranks, name) -> None:
-    found = [rank["sharded"][name] for rank in ranks]
-    assert_ranks_agree(found)
-    assert_close(found[0]["after"][-1], alone(OPTIMIZERS[name], distributed.flat_problem()), 1e-9)
+    results = [rank["sharded"][name] for rank in ranks]
+    assert_ranks_agree(results)
+    assert_close(results[0]["after"][-1], train_alone(OPTIMIZERS[name], distributed.make_flat_problem()), 1e-9)
 
 
 def test_sharded_parameters_without_a_closure_too(ranks) -> None:
-    wanted = alone(OPTIMIZERS["mergopt-laplace"], distributed.flat_problem())
+    wanted = train_alone(OPTIMIZERS["mergopt-laplace"], distributed.make_flat_problem())
     assert_close(ranks[1]["sharded without closure"], wanted, 1e-9)
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import TinyEncoder, tiny_objective
+from tiny import TinyEncoder, make_tiny_objective
 from trainings import ADAMW, OPTIMIZERS, SETTINGS, Cut, run
 
 from mergekit_lab import InputError
@@ -102,25 +102,25 @@ def test_clipping_leaves_the_ascent_gradient_as_it_is(tmp_path, head) -> None:
     base = partial(torch.optim.SGD, lr=0.1)
     norms = []
 
-    class Probe(SAM):
+    class NormProbe(SAM):
         def compute_perturbation(self, params, grads):
             norms.append(float(torch.cat([g.flatten() for g in grads]).norm()))
             return super().compute_perturbation(params, grads)
 
     settings = TrainingSettings(steps=1, batch_size=8, lr=1.0, weight_decay=0.0, clip_norm=1e-3, validations=1)
-    run(tmp_path, head, partial(Probe, base=base, rho=0.5), settings)
+    run(tmp_path, head, partial(NormProbe, base=base, rho=0.5), settings)
     assert norms[0] > 1e-2
 
 
 def test_processes_draw_their_own_dropout_and_one_alone_draws_by_seed_and_step() -> None:
-    def drawn(world: int, rank: int, step: int = 3) -> float:
+    def draw(world: int, rank: int, step: int = 3) -> float:
         module = FinetuneModule(TinyEncoder(), {}, ADAMW, steps=9, seed=2)
         module.trainer = SimpleNamespace(world_size=world, global_rank=rank, global_step=step)
         module.on_train_batch_start({}, 0)
         return float(torch.rand(()))
 
-    assert drawn(1, 0) == drawn(1, 0)
-    assert len({drawn(2, 0), drawn(2, 1), drawn(2, 0, 4), drawn(2, 1, 4)}) == 4
+    assert draw(1, 0) == draw(1, 0)
+    assert len({draw(2, 0), draw(2, 1), draw(2, 0, 4), draw(2, 1, 4)}) == 4
 
 
 def test_no_step_asks_for_a_trace_of_the_stack(tmp_path, head, monkeypatch) -> None:
@@ -128,18 +128,18 @@ def test_no_step_asks_for_a_trace_of_the_stack(tmp_path, head, monkeypatch) -> N
     asked: list[int] = []
     original = traceback.extract_stack
     monkeypatch.setattr(traceback, "extract_stack", lambda *a, **k: (asked.append(1), original(*a, **k))[1])
-    found = []
+    counts = []
     for steps in (4, 12):
         asked.clear()
         run(tmp_path / str(steps), head, settings=replace(SETTINGS, steps=steps))
-        found.append(len(asked))
-    assert found[0] == found[1]
+        counts.append(len(asked))
+    assert counts[0] == counts[1]
 
 
 def test_a_quarter_of_the_batch_serves_the_ascent(tmp_path, head) -> None:
     seen = []
 
-    class Watched(TinyEncoder):
+    class WatchedEncoder(TinyEncoder):
         def forward(self, images):
             seen.append(len(images)) if self.training else None
             return super().forward(images)
@@ -147,7 +147,7 @@ def test_a_quarter_of_the_batch_serves_the_ascent(tmp_path, head) -> None:
     settings = TrainingSettings(steps=2, batch_size=8, lr=1e-2, weight_decay=0.0, validations=1)
     sam = partial(SAM, base=ADAMW, rho=0.05, ascent_fraction=0.25)
     finetune(
-        Watched(), {"a": tiny_objective(head)}, sam, settings,
+        WatchedEncoder(), {"a": make_tiny_objective(head)}, sam, settings,
         seed=0, resume=tmp_path, trainer={"accelerator": "cpu", "enable_progress_bar": False},
     )  # fmt: skip
     assert seen == [2, 8, 2, 8]
@@ -170,25 +170,25 @@ def test_training_ends_without_another_checkpoint(tmp_path, head) -> None:
 @pytest.mark.parametrize("name", ["adamw", "asam", "ssamf", "wasam"])
 def test_what_training_held_is_free_when_it_has_ended(tmp_path, head, name) -> None:
     """The memory of moments and of copies of the weights, though Lightning's objects are still there."""
-    made = []
+    optimizers = []
 
     def make(named):
-        made.append(OPTIMIZERS[name](named))
-        return made[0]
+        optimizers.append(OPTIMIZERS[name](named))
+        return optimizers[0]
 
-    def tensors():
+    def list_tensors():
         return [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.shape == (16, 48)]
 
     model = TinyEncoder()
-    before = {id(tensor) for tensor in tensors()}
+    before = {id(tensor) for tensor in list_tensors()}
     done = finetune(
-        model, {"a": tiny_objective(head)}, make, replace(SETTINGS, keep="last"),
+        model, {"a": make_tiny_objective(head)}, make, replace(SETTINGS, keep="last"),
         seed=0, resume=tmp_path, trainer={"accelerator": "cpu", "enable_progress_bar": False},
     )  # fmt: skip
     own = {t.data_ptr() for t in (*model.parameters(), *done.state.values())}
-    assert [t.shape for t in tensors() if id(t) not in before and t.data_ptr() not in own] == []
+    assert [t.shape for t in list_tensors() if id(t) not in before and t.data_ptr() not in own] == []
     assert model.body[1].weight.grad is None
-    assert made
+    assert optimizers
 
 
 def test_a_diverging_run_stops_with_its_step_and_learning_rate(tmp_path, head) -> None:

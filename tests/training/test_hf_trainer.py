@@ -43,7 +43,7 @@ class WithLoss(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.net(x), y)}
 
 
-def trainer(model: nn.Module, data: Any, optimizer: Any, folder: Path, **options: Any) -> Any:
+def make_trainer(model: nn.Module, data: Any, optimizer: Any, folder: Path, **options: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(
@@ -72,22 +72,22 @@ def trainer(model: nn.Module, data: Any, optimizer: Any, folder: Path, **options
     )
 
 
-def rows(problem: Problem) -> list[dict[str, Tensor]]:
+def list_rows(problem: Problem) -> list[dict[str, Tensor]]:
     return [{"x": x, "y": y} for x, y in zip(problem.x, problem.y, strict=True)]
 
 
 def with_transformers(make: Any, folder: Path, **options: Any) -> Problem:
     problem = Problem(torch.float32)
     optimizer = make(problem.model.named_parameters())
-    trainer(WithLoss(problem), rows(problem), optimizer, folder, **options).train()
+    make_trainer(WithLoss(problem), list_rows(problem), optimizer, folder, **options).train()
     return problem
 
 
-def plain(make: Any, steps: int = STEPS) -> Problem:
+def train_plainly(make: Any, steps: int = STEPS) -> Problem:
     problem = Problem(torch.float32)
     optimizer = make(problem.model.named_parameters())
     for _ in range(steps):
-        optimizer.step(problem.zeroing_closure)
+        optimizer.step(problem.run_closure_that_zeroes)
     return problem
 
 
@@ -101,26 +101,26 @@ def with_lightning(make: Any) -> Problem:
 def trained(request, tmp_path_factory) -> tuple[Any, dict[str, Tensor], Path]:
     """An optimizer, the weights after transformers trained with it, and the folder of its checkpoints."""
     folder = tmp_path_factory.mktemp("trained")
-    return request.param, with_transformers(request.param, folder).weights(), folder
+    return request.param, with_transformers(request.param, folder).copy_weights(), folder
 
 
 def test_plain_torch_lightning_and_transformers_train_to_the_same_weights(trained) -> None:
     make, weights, _ = trained
-    wanted = plain(make).weights()
-    assert_equal_bits(with_lightning(make).weights(), wanted)
+    wanted = train_plainly(make).copy_weights()
+    assert_equal_bits(with_lightning(make).copy_weights(), wanted)
     assert_equal_bits(weights, wanted)
 
 
 def test_plain_torch_and_lightning_train_sam_to_the_same_weights() -> None:
     make = partial(SAM, base=ADAMW, rho=0.1)
-    assert_equal_bits(with_lightning(make).weights(), plain(make).weights())
+    assert_equal_bits(with_lightning(make).copy_weights(), train_plainly(make).copy_weights())
 
 
 def test_every_saved_checkpoint_has_the_weights_to_keep(trained) -> None:
     make, _, folder = trained
     for step in range(1, STEPS + 1):
         saved = load_file(folder / f"checkpoint-{step}" / "model.safetensors")
-        wanted = plain(make, step).weights()
+        wanted = train_plainly(make, step).copy_weights()
         assert_equal_bits({name: saved[f"net.{name}"] for name in wanted}, wanted)
 
 
@@ -131,23 +131,21 @@ def test_resumed_from_a_checkpoint_equals_uninterrupted(trained, tmp_path) -> No
         for p in problem.model.parameters():
             p.zero_()
     optimizer = make(problem.model.named_parameters())
-    again = trainer(WithLoss(problem), rows(problem), optimizer, tmp_path / "again")
+    again = make_trainer(WithLoss(problem), list_rows(problem), optimizer, tmp_path / "again")
     again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    assert_equal_bits(problem.weights(), plain(make).weights())
+    assert_equal_bits(problem.copy_weights(), train_plainly(make).copy_weights())
 
 
 @every_optimizer
 def test_accumulated_micro_batches_share_one_offset(make, tmp_path) -> None:
-    found = with_transformers(make, tmp_path, batch=6, gradient_accumulation_steps=2)
-    assert_close(found.weights(), plain(make).weights(), 1e-4)
+    trained = with_transformers(make, tmp_path, batch=6, gradient_accumulation_steps=2)
+    assert_close(trained.copy_weights(), train_plainly(make).copy_weights(), 1e-4)
 
 
 def test_the_offset_of_a_step_is_drawn_once(tmp_path, monkeypatch) -> None:
     drawn = []
     offset = MergOPT.add_offset
-    monkeypatch.setattr(
-        MergOPT, "add_offset", lambda *given: drawn.append(given[0].steps_done) or offset(*given)
-    )
+    monkeypatch.setattr(MergOPT, "add_offset", lambda *args: drawn.append(args[0].steps_done) or offset(*args))
     with_transformers(ONE_EVALUATION["mergopt"], tmp_path)
     assert drawn == list(range(STEPS))
 
@@ -160,15 +158,17 @@ def test_evaluation_sees_theta(tmp_path) -> None:
     class Watching(WithLoss):
         def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
             if not self.training:
-                seen.append(problem.weights())
+                seen.append(problem.copy_weights())
             return super().forward(x, y)
 
     optimizer = make(problem.model.named_parameters())
     options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 12}
-    trainer(Watching(problem), rows(problem), optimizer, tmp_path, prediction_loss_only=True, **options).train()
+    make_trainer(
+        Watching(problem), list_rows(problem), optimizer, tmp_path, prediction_loss_only=True, **options
+    ).train()
     assert len(seen) == STEPS
     for step, weights in enumerate(seen, start=1):
-        assert_equal_bits(weights, plain(make, step).weights())
+        assert_equal_bits(weights, train_plainly(make, step).copy_weights())
 
 
 def test_a_language_model_is_saved_at_theta_and_without_the_callback_it_is_not(tmp_path) -> None:
@@ -189,7 +189,7 @@ def test_a_language_model_is_saved_at_theta_and_without_the_callback_it_is_not(t
         torch.manual_seed(0)
         model = LlamaForCausalLM(small)
         optimizer = ONE_EVALUATION["mergopt"](model.named_parameters())
-        run = trainer(model, data, optimizer, tmp_path / str(callback), batch=6)
+        run = make_trainer(model, data, optimizer, tmp_path / str(callback), batch=6)
         if not callback:
             run.callback_handler.callbacks = [
                 c for c in run.callback_handler.callbacks if type(c).__name__ != "KeptWeights"
@@ -206,12 +206,12 @@ def test_a_language_model_is_saved_at_theta_and_without_the_callback_it_is_not(t
 
 def test_two_evaluations_are_refused_before_the_first_step(tmp_path) -> None:
     problem = Problem(torch.float32)
-    start = problem.weights()
+    start = problem.copy_weights()
     optimizer = SAM(problem.model.named_parameters(), base=ADAMW)
-    run = trainer(WithLoss(problem), rows(problem), optimizer, tmp_path)
+    run = make_trainer(WithLoss(problem), list_rows(problem), optimizer, tmp_path)
     with pytest.raises(InputError, match=r"SAM evaluates 2 times.*Trainer"):
         run.train()
-    assert_equal_bits(problem.weights(), start)
+    assert_equal_bits(problem.copy_weights(), start)
 
 
 def test_accumulation_is_refused_behind_accelerate_s_wrapper_too() -> None:

@@ -4,7 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from language import Colors, save_tiny, tiny_backbone
+from language import Colors, make_tiny_backbone, save_tiny
+from trainings import Cut
 
 from mergekit_lab.backbones import LoRA
 from mergekit_lab.backbones.rows import round_up
@@ -19,17 +20,13 @@ CASES = {
 }
 
 
-class Cut(Exception):
-    pass
-
-
-@pytest.mark.parametrize(("kind", "lora"), [("llama", True), ("qwen2", False), ("t5", False)])
-def test_a_cut_training_resumed_equals_the_uninterrupted_one_bit_for_bit(kind, lora, tmp_path) -> None:
+@pytest.mark.parametrize(("architecture", "lora"), [("llama", True), ("qwen2", False), ("t5", False)])
+def test_a_cut_training_resumed_equals_the_uninterrupted_one_bit_for_bit(architecture, lora, tmp_path) -> None:
     """Batches of like lengths or packed rows, dropout, recomputed activations, adapters: none has a state."""
-    folder = save_tiny(tmp_path / "model", kind)
+    folder = save_tiny(tmp_path / "model", architecture)
 
     def run(name, on_metrics=None):
-        backbone = tiny_backbone(folder, kind, **CASES[kind])
+        backbone = make_tiny_backbone(folder, architecture, **CASES[architecture])
         model = backbone.make_model()
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
@@ -58,7 +55,7 @@ def test_a_cut_training_resumed_equals_the_uninterrupted_one_bit_for_bit(kind, l
 
 
 def test_rows_of_a_few_lengths_have_the_loss_and_gradient_of_rows_as_they_are(tmp_path) -> None:
-    backbone = tiny_backbone(save_tiny(tmp_path, "llama"), "llama")
+    backbone = make_tiny_backbone(save_tiny(tmp_path, "llama"), "llama")
     model, objective = backbone.make_model(), backbone.make_objective(Colors(size=10))
     shapes, lengths = set(), set()
     for index in (torch.tensor([0, 1, 2]), torch.tensor([7]), torch.tensor([3, 9])):
@@ -74,5 +71,5 @@ def test_rows_of_a_few_lengths_have_the_loss_and_gradient_of_rows_as_they_are(tm
         torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
     assert {16, 24, 32, 48, 64, 96}.issuperset(number for shape in shapes for number in shape)
     assert {shape[0] for shape in shapes} == {round_up(length) for length in lengths}
-    tokens, places = objective.padded
-    assert 0.5 < tokens / places < 1
+    tokens, entries = objective.padded
+    assert 0.5 < tokens / entries < 1

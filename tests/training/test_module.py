@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from tiny import tiny_objective
+from tiny import make_tiny_objective
 from torch import nn
-from training.test_fit import OPTIMIZERS, Cut
+from trainings import OPTIMIZERS, Cut
 
 from mergekit_lab import InputError
 from mergekit_lab.backbones import AttentionLinear, Full, Linearized, LoRA
@@ -44,7 +44,7 @@ class Attentive(nn.Module):
 def run(folder, head, model, make_optimizer, settings, on_metrics=None, **trainer):
     return finetune(
         model,
-        {"a": tiny_objective(head.to(next(model.parameters()).dtype), other_size=9)},
+        {"a": make_tiny_objective(head.to(next(model.parameters()).dtype), other_size=9)},
         make_optimizer,
         settings,
         seed=0,
@@ -54,19 +54,19 @@ def run(folder, head, model, make_optimizer, settings, on_metrics=None, **traine
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_optimizer_trains_every_parametrization_for_two_steps(kind, tmp_path, head) -> None:
+@pytest.mark.parametrize("parametrization", KINDS)
+def test_every_optimizer_trains_every_parametrization_for_two_steps(parametrization, tmp_path, head) -> None:
     settings = TrainingSettings(steps=2, batch_size=8, lr=1e-2, weight_decay=0.1, validations=1, keep="last")
     base = Attentive().state_dict()
     for name, make in OPTIMIZERS.items():
-        model = KINDS[kind].make_trainable(Attentive(), seed=1)
+        model = KINDS[parametrization].make_trainable(Attentive(), seed=1)
         done = run(tmp_path / name, head, model, make, settings)
         model.load_state_dict(done.state)
-        expert = KINDS[kind].fold(model)
+        expert = KINDS[parametrization].fold(model)
         assert expert.keys() == base.keys()
         moved = {n for n, t in base.items() if not torch.equal(expert[n], t)}
         attention = {"attn.in_proj_weight", "attn.out_proj.weight"}
-        assert moved == (attention if kind in ("attention_linear", "lora") else set(base)), name
+        assert moved == (attention if parametrization in ("attention_linear", "lora") else set(base)), name
         assert all(torch.isfinite(t).all() for t in expert.values())
 
 
@@ -74,13 +74,13 @@ def test_every_optimizer_trains_every_parametrization_for_two_steps(kind, tmp_pa
 def test_micro_batches_give_every_optimizer_the_gradients_of_the_whole_batch(name, tmp_path, head) -> None:
     """In float64: ascents, offsets, clipping and recorded losses too."""
     common = {"steps": 4, "batch_size": 12, "lr": 1e-2, "weight_decay": 0.1, "validations": 1, "keep": "last"}
-    found = {}
+    fits = {}
     for parts in (1, 5):
         settings = TrainingSettings(**common, precision="64-true", accumulate=parts, clip_norm=0.1)
-        found[parts] = run(tmp_path / str(parts), head, Attentive().double(), OPTIMIZERS[name], settings)
-    for key, value in found[1].state.items():
-        torch.testing.assert_close(found[5].state[key], value, rtol=1e-9, atol=1e-9)
-    losses = [[p["train_loss"] for p in done.curve if "train_loss" in p] for done in found.values()]
+        fits[parts] = run(tmp_path / str(parts), head, Attentive().double(), OPTIMIZERS[name], settings)
+    for key, value in fits[1].state.items():
+        torch.testing.assert_close(fits[5].state[key], value, rtol=1e-9, atol=1e-9)
+    losses = [[p["train_loss"] for p in done.curve if "train_loss" in p] for done in fits.values()]
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 
@@ -89,7 +89,7 @@ def test_a_micro_batch_is_all_that_is_in_memory_at_a_time_and_one_offset_serves_
 ) -> None:
     sizes, weights = [], set()
 
-    class Watched(Attentive):
+    class WatchedModel(Attentive):
         def forward(self, images):
             if self.training:
                 sizes.append(len(images))
@@ -97,11 +97,17 @@ def test_a_micro_batch_is_all_that_is_in_memory_at_a_time_and_one_offset_serves_
             return super().forward(images)
 
     settings = TrainingSettings(steps=2, batch_size=8, lr=1e-2, weight_decay=0.0, validations=1, accumulate=4)
-    run(tmp_path / "offsets", head, Watched(), partial(MergOPT, base=OPTIMIZERS["adamw"], scale=1e-2), settings)
+    run(
+        tmp_path / "offsets",
+        head,
+        WatchedModel(),
+        partial(MergOPT, base=OPTIMIZERS["adamw"], scale=1e-2),
+        settings,
+    )
     assert sizes == [2] * 8
     assert len(weights) == 2
     sizes.clear()
-    run(tmp_path / "ascents", head, Watched(), partial(SAM, base=OPTIMIZERS["adamw"]), settings)
+    run(tmp_path / "ascents", head, WatchedModel(), partial(SAM, base=OPTIMIZERS["adamw"]), settings)
     assert sizes == [2] * 16
 
 
@@ -138,12 +144,14 @@ def test_a_clock_stops_training_sets_the_rate_and_places_validations_and_does_no
 ) -> None:
     seconds, rates = Seconds(monkeypatch), []
 
-    class Probe(torch.optim.SGD):
+    class StepProbe(torch.optim.SGD):
         def step(self, closure=None):
             rates.append(self.param_groups[0]["lr"])
             return super().step(closure)
 
-    done = run(tmp_path, head, Timed(seconds), partial(Probe, lr=1.0), TrainingSettings(**SECONDS, **COMMON))
+    done = run(
+        tmp_path, head, Timed(seconds), partial(StepProbe, lr=1.0), TrainingSettings(**SECONDS, **COMMON)
+    )
     assert done.step == len(rates) == 12
     assert [p["step"] for p in done.curve if "val_accuracy" in p] == [4, 8, 12]
     assert rates[0] == pytest.approx(1 / 25)

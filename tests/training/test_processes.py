@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from language import save_tiny
-from training.processes import LANGUAGE, OPTIMIZERS, RESUMED, SHARDED, both, train, train_language
+from training.processes import LANGUAGE, OPTIMIZERS, RESUMED, SHARDED, train, train_all, train_language
 
 from mergekit_lab.workers import run_together
 
@@ -15,15 +15,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
     folder: Path = tmp_path_factory.mktemp("models")
-    for kind in LANGUAGE:
-        save_tiny(folder / kind, kind)
+    for architecture in LANGUAGE:
+        save_tiny(folder / architecture, architecture)
     return folder
 
 
 @pytest.fixture(scope="module")
 def ranks(models, tmp_path_factory) -> list[dict]:
     folder: Path = tmp_path_factory.mktemp("ranks")
-    run_together(both, (str(folder), str(models)), ["cpu", "cpu"])
+    run_together(train_all, (str(folder), str(models)), ["cpu", "cpu"])
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
@@ -47,9 +47,9 @@ def test_ranks_whose_clocks_differ_take_the_same_steps(ranks) -> None:
 
 @pytest.mark.parametrize("name", SHARDED)
 def test_sharded_weights_give_what_one_process_gives(ranks, name, tmp_path) -> None:
-    found = ranks[0][f"fsdp {name}"]["done"]["state"]
+    weights = ranks[0][f"fsdp {name}"]["done"]["state"]
     for key, value in train(name, tmp_path)["state"].items():
-        torch.testing.assert_close(found[key], value, rtol=0, atol=2e-5)
+        torch.testing.assert_close(weights[key], value, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -61,11 +61,13 @@ def test_a_sharded_run_that_was_cut_goes_on_bit_for_bit(ranks, name) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("kind", LANGUAGE)
-def test_a_language_model_in_two_processes_is_that_of_one(ranks, models, strategy, kind, tmp_path) -> None:
-    assert ranks[1][f"{strategy} {kind}"] is None
-    found, alone = ranks[0][f"{strategy} {kind}"], train_language(kind, models, tmp_path)
-    assert found["state"].keys() == alone["state"].keys()
+@pytest.mark.parametrize("architecture", LANGUAGE)
+def test_a_language_model_in_two_processes_is_that_of_one(
+    ranks, models, strategy, architecture, tmp_path
+) -> None:
+    assert ranks[1][f"{strategy} {architecture}"] is None
+    result, alone = ranks[0][f"{strategy} {architecture}"], train_language(architecture, models, tmp_path)
+    assert result["state"].keys() == alone["state"].keys()
     for name, value in alone["state"].items():
-        torch.testing.assert_close(found["state"][name], value, rtol=0, atol=2e-5)
-    assert found["value"] == alone["value"]
+        torch.testing.assert_close(result["state"][name], value, rtol=0, atol=2e-5)
+    assert result["value"] == alone["value"]

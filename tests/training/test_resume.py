@@ -10,8 +10,8 @@ from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
-from composing import TINY, composed
-from tiny import TinyEncoder, tiny_objective
+from composing import TINY, compose_config
+from tiny import TinyEncoder, make_tiny_objective
 
 from mergekit_lab import InputError
 from mergekit_lab.runs.finetune import declare_expert
@@ -21,12 +21,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated")
 SETTINGS = TrainingSettings(steps=12, batch_size=8, lr=1e-2, weight_decay=0.0, validations=3, keep="last")
 
 
-def train(resume: Path, head, on_metrics=None, keep: str = "last", identity: str = "expert a", model=None):
+def train(resume: Path, head, on_metrics=None, identity: str = "expert a", model=None, **settings):
     return finetune(
         model or TinyEncoder(),
-        {"a": tiny_objective(head)},
+        {"a": make_tiny_objective(head)},
         lambda named: torch.optim.SGD([p for _, p in named], lr=1e-2, momentum=0.9),
-        replace(SETTINGS, keep=keep),
+        replace(SETTINGS, **settings),
         seed=0,
         resume=resume,
         identity=identity,
@@ -80,11 +80,11 @@ def save_other_weights_there(folder: Path) -> None:
 def change_what_is_inside(file: Path, change) -> None:
     """With checksums that fit, and all else as it was."""
     with ZipFile(file) as archive:
-        inside, said = {entry: archive.read(entry) for entry in archive.infolist()}, archive.comment
+        inside, comment = {entry: archive.read(entry) for entry in archive.infolist()}, archive.comment
     with ZipFile(file, "w") as archive:
         for entry, content in inside.items():
             archive.writestr(entry, change(entry.filename, content))
-        archive.comment = said
+        archive.comment = comment
 
 
 def change_the_weights(folder: Path) -> None:
@@ -168,7 +168,7 @@ def whole_and_cut(tmp_path_factory, head):
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (cut_short, "last.ckpt ("),
         (flip_a_bit_of_the_weights, "in it is damaged"),
@@ -186,15 +186,15 @@ def whole_and_cut(tmp_path_factory, head):
     ],
 )
 def test_what_cannot_be_gone_on_from_is_told_and_the_weights_are_those_of_an_undisturbed_training(
-    tmp_path, head, caplog, whole_and_cut, damage, told: str
+    tmp_path, head, caplog, whole_and_cut, damage, message: str
 ) -> None:
     whole, cut = whole_and_cut
     shutil.copytree(cut, tmp_path / "cut")
     damage(tmp_path / "cut")
     with caplog.at_level(logging.INFO, "mergekit_lab"):
         again = train(next(tmp_path.iterdir()), head, keep="best")
-    assert told in caplog.text
-    assert ("resuming from" in caplog.text) == (not told)
+    assert message in caplog.text
+    assert ("resuming from" in caplog.text) == (not message)
     assert (again.step, again.val_accuracy) == (whole.step, whole.val_accuracy)
     assert all(torch.equal(value, whole.state[name]) for name, value in again.state.items())
 
@@ -227,6 +227,13 @@ def test_a_checkpoint_that_was_trained_from_other_weights_is_told_and_not_gone_o
     assert all(torch.equal(value, others[1][name]) for name, value in others[0].items())
 
 
+def test_weights_that_training_ends_with_are_in_no_file(tmp_path, head) -> None:
+    kept = [train(tmp_path / keep, head, keep=keep, validations=1) for keep in ("best", "last")]
+    assert not list(tmp_path.rglob("*.ckpt"))
+    assert [each.step for each in kept] == [SETTINGS.steps] * 2
+    assert all(torch.equal(value, kept[1].state[name]) for name, value in kept[0].state.items())
+
+
 def test_a_pipe_where_a_checkpoint_is_written_first_is_removed(tmp_path, head) -> None:
     os.mkfifo(tmp_path / "last.part")
     assert train(tmp_path, head).step == SETTINGS.steps
@@ -247,27 +254,27 @@ def test_a_file_in_the_place_of_the_folder_is_refused_by_name(tmp_path, head) ->
         train(tmp_path / "resume", head)
 
 
-def out_of_memory_above(limit: int, monkeypatch) -> list[int]:
+def limit_memory(limit: int, monkeypatch) -> list[int]:
     """Micro-batches above so many images do not fit; what was tried."""
     from mergekit_lab.training.module import FinetuneModule
 
     tried, loss = [], FinetuneModule.compute_loss
 
-    def crowded(self, batch, total):
+    def compute_or_fail(self, batch, total):
         (images, _), *_ = batch.values()
         tried.append(len(images))
         if len(images) > limit:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return loss(self, batch, total)
 
-    monkeypatch.setattr(FinetuneModule, "compute_loss", crowded)
+    monkeypatch.setattr(FinetuneModule, "compute_loss", compute_or_fail)
     return tried
 
 
-def finetuned(tmp_path: Path, *overrides: str) -> list[Path]:
+def list_finetuned(tmp_path: Path, *overrides: str) -> list[Path]:
     from mergekit_lab.programs import start
 
-    cfg, choices = composed(
+    cfg, choices = compose_config(
         [*TINY, f"store.root={tmp_path}/store", "stage=finetune", "joint=false", *overrides]
     )
     start(cfg, tmp_path / "run", choices, [])
@@ -275,31 +282,36 @@ def finetuned(tmp_path: Path, *overrides: str) -> list[Path]:
 
 
 def test_out_of_memory_halves_the_micro_batches_until_they_fit(tmp_path, monkeypatch) -> None:
-    tried = out_of_memory_above(4, monkeypatch)
-    assert len(finetuned(tmp_path, "~suite.tasks.latin")) == 1
+    tried = limit_memory(4, monkeypatch)
+    assert len(list_finetuned(tmp_path, "~suite.tasks.latin")) == 1
     assert tried[:3] == [16, 8, 4]
     assert set(tried[2:]) == {4}
 
 
 def test_one_sample_that_does_not_fit_says_what_to_set(tmp_path, monkeypatch) -> None:
-    out_of_memory_above(0, monkeypatch)
+    limit_memory(0, monkeypatch)
     with pytest.raises(InputError, match=r"accumulate=16 \(CUDA.*training.batch_size"):
-        finetuned(tmp_path, "~suite.tasks.latin")
+        list_finetuned(tmp_path, "~suite.tasks.latin")
 
 
 def test_only_options_of_processes_put_their_number_into_an_expert_s_key(tmp_path) -> None:
     from mergekit_lab.runs.run import Run
 
-    def key(*overrides: str) -> dict:
-        cfg, choices = composed([*TINY, f"store.root={tmp_path}", *overrides])
+    def make_key(*overrides: str) -> dict:
+        cfg, choices = compose_config([*TINY, f"store.root={tmp_path}", *overrides])
         return declare_expert(Run(cfg, tmp_path, choices), "digits").content
 
     two = ["trainer=ddp", "trainer.processes=2"]
-    assert key() == key(*two) == key("device=[cpu,cpu]") == key("trainer=fsdp", "trainer.processes=2")
-    assert key("optimizer=sam") == key("optimizer=sam", *two)
+    assert (
+        make_key()
+        == make_key(*two)
+        == make_key("device=[cpu,cpu]")
+        == make_key("trainer=fsdp", "trainer.processes=2")
+    )
+    assert make_key("optimizer=sam") == make_key("optimizer=sam", *two)
     for own in (
         ["optimizer=sam", "optimizer.sync_ascent=false"],
         ["optimizer=mergopt", "optimizer.per_rank=true"],
     ):
-        assert key(*own, *two) == key(*own) | {"processes": 2}
-        assert key(*own, *two) != key(*own, "trainer=ddp", "trainer.processes=3")
+        assert make_key(*own, *two) == make_key(*own) | {"processes": 2}
+        assert make_key(*own, *two) != make_key(*own, "trainer=ddp", "trainer.processes=3")

@@ -45,8 +45,8 @@ def make() -> None:
         head = shipped.make_zero_shot_head(task.classes, task.templates)
         part = task.load_samples("test")
         with torch.no_grad():
-            right = (student.eval()(part.images) @ head.T).argmax(1) == part.labels
-        print(task.name, f"{right.float().mean():.3f}")
+            correct = (student.eval()(part.images) @ head.T).argmax(1) == part.labels
+        print(task.name, f"{correct.float().mean():.3f}")
 
 
 if __name__ == "__main__":
