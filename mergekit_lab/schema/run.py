@@ -11,7 +11,7 @@ from itertools import product
 from typing import Annotated, Any, Literal
 
 import torch
-from annotated_types import Ge, Gt, Le, Lt, MinLen
+from annotated_types import Ge, Lt, MinLen
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
@@ -22,7 +22,7 @@ from mergekit_lab.evaluation.search import import_optuna
 from mergekit_lab.merging import Method
 from mergekit_lab.optim import count_gradient_evaluations
 from mergekit_lab.optim.offset import OffsetOptimizer
-from mergekit_lab.ranges import FASTEST, require
+from mergekit_lab.ranges import FASTEST, Count, Share, require
 from mergekit_lab.reporting import Tracker
 from mergekit_lab.schema.check import build, build_partial, check_against
 from mergekit_lab.schema.stages import list_stages
@@ -49,12 +49,12 @@ class Curvature:
     """
 
     kind: Literal["fisher", "gram"] | None
-    samples: Annotated[int, Ge(1)] | None
-    fraction: Annotated[float, Gt(0), Le(1)] | None
-    batch: Annotated[int, Ge(1)] | None
+    samples: Count | None
+    fraction: Share | None
+    batch: Count | None
     estimate: Literal["per_sample", "first_moment"]
     sampled: bool
-    chunk: Annotated[int, Ge(1)]
+    chunk: Count
 
     def __post_init__(self) -> None:
         if self.sampled and self.estimate != "per_sample":
@@ -107,13 +107,13 @@ class Search:
     coefficients: list[float] | None = None
     method: Literal["grid", "halving", "cma_es"] = "grid"
     prune: bool = True
-    patience: Annotated[int, Ge(1)] | None = None
+    patience: Count | None = None
     refine: Annotated[int, Ge(0)] = 2
     fields: dict[str, Annotated[list[Any], MinLen(1)]] | None = None
     layers: list[str] | None = None
     low: float = 0.0
     high: float = 1.0
-    trials: Annotated[int, Ge(1)] = 100
+    trials: Count = 100
     population: Annotated[int, Ge(3)] | None = None
     seed: Annotated[int, Ge(0), Lt(2**32)] = 0
 
@@ -170,7 +170,7 @@ class TrainerSettings:
     """
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"]
-    processes: Annotated[int, Ge(1)] | None
+    processes: Count | None
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     deterministic: bool = False
 
@@ -226,7 +226,7 @@ class Main:
     merger: Target[Method] | None
     mergers: dict[str, Target[Method]]
     analysis: Target[Literal["mergekit_lab.runs.analyses.Analysis"]]
-    evaluation_batch_size: Annotated[int, Ge(1)]
+    evaluation_batch_size: Count
     evaluation_compile: bool
     trainer: TrainerSettings
     store: StoreSettings

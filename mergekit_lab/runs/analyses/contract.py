@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
-from annotated_types import Ge
 from torch import Tensor
 
 from mergekit_lab.analysis.plane import Sample, evaluate_line
 from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.kept_results import Cell, keep_results
+from mergekit_lab.ranges import Count
 from mergekit_lab.reporting.encoding import Chart
 from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.run import Run, load_state
@@ -27,8 +27,6 @@ from mergekit_lab.schema.values import check_value
 from mergekit_lab.tasks import Part
 
 Data = dict[str, Any]
-Count = Annotated[int, Ge(1)]
-"""A setting that is a whole number of at least 1."""
 
 
 @dataclass(frozen=True)
