@@ -123,10 +123,9 @@ class OnSamples(Analysis):
 
     def score_experts(self, run: Run) -> dict[str, float]:
         """Every expert's value on its own task."""
-        states = ((task, read_states(run, [task])[task]) for task in run.tasks)
         return {
-            task: self.score_line(run, run.base_state, state, [1.0], [task])[task]["value"][0]
-            for task, state in states
+            task: self.score_line(run, run.base_state, end, [1.0], [task])[task]["value"][0]
+            for task, end in read_states(run, run.tasks).items()
         }
 
 
