@@ -159,9 +159,8 @@ def _chart_curves(curves: Curves, measure: str) -> Chart:
         name: ([point["step"] for point in points], [factor * point[measure] for point in points])
         for name, points in known.items()
     }
-    looks = {name: Look.choose(number) for number, name in enumerate(curves)}
     logarithmic = measure != "val_accuracy"
-    return figures.chart_lines(_MEASURES[measure], "step", "", series, looks, logarithmic=logarithmic)
+    return figures.chart_lines(_MEASURES[measure], "step", "", series, logarithmic=logarithmic)
 
 
 def draw_searches(groups: Mapping[str, Searches], order: Sequence[str], folder: Path) -> list[Figure]:
