@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +19,10 @@ from torch import Tensor
 from mergekit_lab.analysis.plane import Sample, evaluate_line
 from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.kept_results import Cell, keep_results
-from mergekit_lab.ranges import Count
+from mergekit_lab.ranges import Count, check_settings
 from mergekit_lab.reporting.encoding import Chart
 from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.run import Run, load_state
-from mergekit_lab.schema.values import check_value
 from mergekit_lab.tasks import Part
 
 Data = dict[str, Any]
@@ -41,9 +40,7 @@ class Analysis:
     """Base of all analyses. The types of the fields say which values they may have."""
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self), include_extras=True)
-        for name in type(self).__dataclass_fields__:  # type: ignore[attr-defined]
-            check_value(getattr(self, name), hints[name], f"analysis.{name}")
+        check_settings(type(self), vars(self), "analysis.{}")
 
     def describe_content(self, run: Run) -> dict[str, Any]:
         """Everything that decides the numbers, and nothing else."""
