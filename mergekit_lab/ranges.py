@@ -97,7 +97,7 @@ def _check_setting(name: str, value: Any, rules: Sequence[_Rule]) -> None:
         bounds = taking[0].bounds
         null = ", or null" if any(rule.kind is NoneType for rule in rules) else ""
         require(all(_is_within(value, bound) for bound in bounds), name, value, describe_range(bounds) + null)
-        require(abs(value) <= FLOAT32_MAX, name, value, "finite in float32")
+        require(abs(float(value)) <= FLOAT32_MAX, name, value, "finite in float32")
 
 
 def _is_within(value: Any, bound: Any) -> bool:

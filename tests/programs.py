@@ -35,9 +35,9 @@ sys.path.insert(0, folder)
 import backbone, composing, pictures
 sys.path.pop(0)
 pictures.leave_undrawn().start()
-small = backbone.be_small(backbone.write_small(own))
+small = backbone.make_small(backbone.write_small(own))
 unittest.mock.patch("mergekit_lab.store.store.sync_to_disk").start()
-composing.composed([])
+composing.compose_config([])
 composing.HydraConfig.instance().cfg = None
 composing.GlobalHydra.instance().clear()
 composing.ConfigRepository.load_config = composing.load_once

@@ -1,12 +1,21 @@
-"""One word for one thing: what the glossary of docs/architecture.md says, as far as a program can tell."""
+"""One word for one thing: what the glossary of docs/architecture.md says, as far as a program can tell.
+
+It holds for the package, its tests and the experiments.
+"""
 
 import ast
 import re
 from collections import Counter
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "mergekit_lab"
-NODES = [(f.name, node) for f in sorted(PACKAGE.rglob("*.py")) for node in ast.walk(ast.parse(f.read_text()))]
+ROOT = Path(__file__).parents[1]
+NODES = [
+    (f"{file.parent.name}/{file.name}", node)
+    for folder in ("mergekit_lab", "experiments", "tests")
+    for file in sorted((ROOT / folder).rglob("*.py"))
+    if file.parent.name != "when_it_helps"
+    for node in ast.walk(ast.parse(file.read_text()))
+]
 VAGUE = {"found", "given", "place", "places", "said", "told"}
 PARTICIPLE = re.compile(r"_*(?!embed|need|seed)([a-z]+ed|found|given|kept|made|met|said|sent|shown|told)$")
 
@@ -14,27 +23,28 @@ VERBS = set(
     re.findall(
         r"\w+",
         """
-        abbreviate abort accept adapt add addmm adopt advise aggregate agree align allocate allow answer
-        apply are arrange as ascend ask assess assign assume attach attempt augment average balance begin
-        break bring build bury call can cap cast center chain chart check choose chooses chunk clean clear
-        clip close collect combine compare compile complete compose compute configure convert correlate
-        count cover crop cut declare decode deduplicate delete describe detach differentiate digest discard
-        dismiss display distinguish diverge divide doubt download draw drop elect embed encode end enumerate
-        escape estimate eval evaluate evolve exchange execute expand expect explain explore export extract
-        factorize fetch fill filter find finetune fingerprint finish fit fits fix flatten fold follow forget
-        format freeze from gather generate get give go group guard halve has hash have holds hook identify
-        ignore import index instantiate interpolate interrupt is itemize join keep label lay learn leave
-        lift limit linearize link list listen load locate lock log look make map mark mask match matmul
-        matters may measure meet merge minimize mix move multiply must name narrow need normalize note
-        number obtain open order orient orthogonalize outlive pack pad parse part pause perturb pick pin
-        place plan pool predict prefetch prepare print probe project prune publish push put quote raise rank
-        read reads recall receive reconcile record refill refine refuse register relay release remember
-        remove rename render renew replace replay report require reset resize resolve respell restore
-        rewrite round run sample save say scale score seal search seed select send separate serve set settle
-        share shift shorten show shrink silence simplify size slice solve sort sparsify spell split spread
-        stack stands start stop store stratify stream strengthen strip subtract suggest sum summarize survey
-        swap switch sync tabulate take takes tell time title to tokenize track train translate trim try
-        unify unite unmark unpack untie unwrap update use uses validate vary verify view visit walk wants
+        abbreviate abort accept adapt add addmm adopt advise aggregate agree align allocate allow analyze answer
+        apply are arrange as ascend ask assert assess assign assume attach attempt augment average balance begin
+        break bring build bury call can cap capture cast catch center chain change chart check choose chooses
+        chunk claim clean clear clip close collect combine commit compare compile complete compose compute
+        configure connect convert copy correlate count cover crop cut damage declare decode deduplicate delete
+        describe detach die differentiate digest discard dismiss display distinguish distort diverge divide do
+        doubt download draw drop elect embed empty encode end enumerate escape estimate eval evaluate evolve
+        exchange execute expand expect explain explore export extract factorize fail fetch fill filter find
+        finetune fingerprint finish fit fits fix flatten flip fold follow forget format freeze from gather
+        generate get give go group grow guard halve has hash have hold holds hook identify ignore import index
+        install instantiate interpolate interrupt is itemize join keep kill label launch lay learn leave lift
+        limit linearize link list listen load locate lock log look lose make map mark mask match matmul matters
+        may measure meet merge minimize mix move multiply must mutate name narrow need nest normalize note
+        number obtain open order orient orthogonalize outlive pack pad parse part pause perturb pick pin place
+        plan pool predict prefetch prepare print probe project prune publish push put quote raise rank read
+        reads recall receive reconcile record refill refine refuse register relay release remember remove rename
+        render renew repack replace replay report require reset resize resolve respell restore rewrite round run
+        sample save say scale score seal search seed select send separate serve set settle share shift shorten
+        show shrink silence simplify size slice solve sort sparsify spell split spread stack stands start stop
+        store stratify stream strengthen strip subtract suggest sum summarize survey swap sweep switch sync
+        tabulate take takes tell terminate time title to tokenize track train translate trim truncate try tune
+        unify unite unmark unpack untie unwrap update use uses validate vary verify view visit wait walk wants
         warn warp watch weigh whiten widen with without work write yield
         """,
     )
@@ -55,12 +65,12 @@ TERMS = {
 OF_LIBRARIES = {
     *("backward", "closure", "dim", "forward", "lerp_", "main", "optimizer_state", "optimizer_step"),
     *("optimizer_zero_grad", "persistent_load", "state_dict", "step", "training_step", "val_dataloader"),
-    *("validation_step", "zero_grad"),
+    *("validation_step", "zero_grad", "parameters", "emit", "artifact"),
 }
-NAMED_BY_USERS = {"metrics.py", "packaged_texts.py"}
+NAMED_BY_USERS = {"tasks/metrics.py", "tasks/packaged_texts.py"}
 """A public function in these files is a metric or a corpus, and configurations name it."""
-LOOKED_UP = re.compile(r"on_(train|validation|step|save|load)_|stage_")
-"""Hooks of Lightning and transformers; stages of a run."""
+LOOKED_UP = re.compile(r"on_(train|validation|step|save|load)_|stage_|test_|pytest_|handle_|do_[A-Z]")
+"""Hooks of Lightning and transformers; stages of a run; tests, and hooks of pytest and of servers."""
 
 
 def test_no_variable_has_a_name_that_fits_any_value() -> None:
@@ -82,7 +92,7 @@ def test_functions_are_named_by_verbs() -> None:
         (file, n.name)
         for file, n in NODES
         if isinstance(n, ast.FunctionDef)
-        and not re.search("property|setter", "".join(map(ast.unparse, n.decorator_list)))
+        and not re.search("property|setter|fixture", "".join(map(ast.unparse, n.decorator_list)))
     }
     known = VERBS | TERMS | OF_LIBRARIES
     nouns = {

@@ -35,7 +35,7 @@ def load_deltas(folder, base, task):
 @pytest.mark.parametrize("block", [1 << 18, 64])
 def test_emr_is_the_original(golden, block, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(blocks, "CPU_BLOCK", block)
-    wanted = golden.output("emr_tasks_T4")
+    wanted = golden.load_output("emr_tasks_T4")
     folder = store(golden, EMR(preset="authors"), tmp_path / "parts", dtype="float64")
     for name, delta in load_deltas(folder, golden.base, "3").items():
         assert measure_error(delta, wanted[f"3.{name}"]) <= 1e-6, name
@@ -63,7 +63,7 @@ def test_emrs_rescalers_are_the_papers(golden, tmp_path) -> None:
 
 
 def test_tsvc_is_the_original(golden, tmp_path) -> None:
-    wanted = golden.output("tsvc_tasks_T4")
+    wanted = golden.load_output("tsvc_tasks_T4")
     folder = store(golden, TSVC(), tmp_path / "parts", dtype="float64")
     for name, delta in load_deltas(folder, golden.base, "2").items():
         assert measure_error(delta, wanted[f"2.{name}"]) <= 2e-6, name

@@ -21,7 +21,7 @@ def part(stored: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor
 def stored():
     from merging.conftest import Golden
 
-    return Golden().output("regmean_plusplus")
+    return Golden().load_output("regmean_plusplus")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import errno
 import json
 import multiprocessing
 import os
-import pickle
 import random
 import resource
 import shutil
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tasks.test_decoding import HOSTILE
 
 from mergekit_lab import InputError
 from mergekit_lab.store import Store, artifact, make_key
@@ -190,6 +190,28 @@ def test_a_damaged_checkpoint_is_named_when_it_is_read_and_by_verify(tmp_path, d
     shutil.rmtree(stored.folder)
     again = store.obtain("experts", CONTENT, make_weights())
     assert again.files == stored.files
+
+
+def test_what_a_process_published_is_hashed_once_unless_it_changes(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("mergekit_lab.store.artifact._TICK", 0)
+    hashed, hash_bytes = [], artifact.hash_bytes
+
+    def count(path: Path) -> str:
+        hashed.append(path)
+        return hash_bytes(path)
+
+    for module in ("artifact", "store"):
+        monkeypatch.setattr(f"mergekit_lab.store.{module}.hash_bytes", count)
+    made = Store(tmp_path).obtain("experts", CONTENT, make_weights())
+    file = made.find_file("model.safetensors")
+    assert len(hashed) == 1
+    os.utime(file, (1, 1))
+    for _ in range(2):
+        made.find_file("model.safetensors")
+    assert len(hashed) == 2
+    flip(file)
+    with pytest.raises(InputError, match="is damaged"):
+        made.find_file("model.safetensors")
 
 
 def test_a_manifest_of_another_artifact_is_named_by_whoever_reads_it(tmp_path) -> None:
@@ -470,11 +492,6 @@ def _read(path: Path) -> torch.Tensor:
     return open_checkpoint(path)["w"]
 
 
-class Bomb:
-    def __reduce__(self):
-        return os.mkdir, ("exploded",)
-
-
 def test_what_is_imported_runs_no_code_and_leaves_its_folder_by_no_name(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = export(tmp_path)
@@ -510,7 +527,7 @@ def test_what_is_imported_runs_no_code_and_leaves_its_folder_by_no_name(tmp_path
     (folder / "manifest.json").write_text(json.dumps(old | {"files": {"model.safetensors": "0" * 64}}))
     with pytest.raises(InputError, match="is damaged"):
         adopt(Store(tmp_path / "two"), folder)
-    (folder / "manifest.json").write_bytes(pickle.dumps(Bomb()))
+    (folder / "manifest.json").write_bytes(HOSTILE)
     with pytest.raises(InputError, match="cannot be used"):
         adopt(Store(tmp_path / "two"), folder)
     (folder / "manifest.json").unlink()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import make_tiny_objective
 from torch import nn
-from training.test_fit import OPTIMIZERS, Cut
+from trainings import OPTIMIZERS, Cut
 
 from mergekit_lab import InputError
 from mergekit_lab.backbones import AttentionLinear, Full, Linearized, LoRA
