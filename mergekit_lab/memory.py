@@ -69,3 +69,8 @@ def reset_peak_memory(device: torch.device) -> None:
 def read_peak_memory(device: torch.device) -> int | None:
     """Bytes since the last reset on a CUDA device; None on a CPU, where only the process's peak is known."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def read_total_memory(device: torch.device) -> int:
+    """Bytes of a CUDA device; 0 of a CPU, whose memory others use, too."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0

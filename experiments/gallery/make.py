@@ -25,7 +25,9 @@ from typing import Any
 from PIL import Image
 
 from mergekit_lab.reporting import read_records
-from mergekit_lab.reporting.figures import Lines, Panel, Plane, draw_analysis
+from mergekit_lab.reporting.drawing import save_figure
+from mergekit_lab.reporting.encoding import Chart
+from mergekit_lab.reporting.figures import chart_lines, chart_plane, spread_levels
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = Path(__file__).with_name("template.md")
@@ -93,8 +95,8 @@ class Gallery:
         few = image.quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
         few.save(images / f"{name}.png", optimize=True)
 
-    def draw(self, name: str, title: str, panels: Sequence[Panel], **options: Any) -> None:
-        self.keep(draw_analysis(title, panels, self.work / "figures" / name, **options)[0], name)
+    def draw(self, name: str, title: str, panels: Sequence[Chart]) -> None:
+        self.keep(save_figure(self.work / "figures" / f"{name}.png", title, panels), name)
 
 
 def quote(override: str) -> str:
@@ -126,16 +128,15 @@ def draw_planes(g: Gallery) -> None:
         names = list(OPTIMIZERS) if not others else ["adamw", "asam"]
         analyses = {n: g.analyze("landscape", *asked, optimizer=n, suffix=suffix) for n in names}
         alphas = analyses["adamw"]["alphas"]
-        look: dict[str, Any] = {"alphas": alphas, "axes_names": ("α1", "α2"), "box": BOX, "one_scale": True}
-        drawn: dict[str, dict[str, list[Panel]]] = {"xi": {}, "loss": {}}
+        drawn: dict[str, dict[str, list[tuple[str, Any]]]] = {"xi": {}, "loss": {}}
         for index, pair in enumerate(PAIRS):
             for name, data in analyses.items():
                 measures = data["pairs"][index]["measures"]
                 xi = [[50 * value for value in row] for row in measures["xi"]]
                 loss = _sum(measures[f"loss/{task}"] for task in pair)
                 title = f"{_label(pair)}, {OPTIMIZERS[name]}"
-                drawn["xi"].setdefault(name, []).append(Plane(title, xi))
-                drawn["loss"].setdefault(name, []).append(Plane(title, loss))
+                drawn["xi"].setdefault(name, []).append((title, xi))
+                drawn["loss"].setdefault(name, []).append((title, loss))
                 key = f"{name}{suffix}_{'_'.join(pair)}"
                 g.numbers[f"xi_{key}"] = average_inside(xi, alphas)
                 g.numbers[f"loss_{key}"] = average_inside(loss, alphas)
@@ -143,11 +144,20 @@ def draw_planes(g: Gallery) -> None:
         others_fixed = "two experts" if not others else "other experts at 0.3"
         for what, title in (("xi", "Disentanglement error ξ (%)"), ("loss", "Joint loss of two tasks (nats)")):
             panels = [p for pair in zip(drawn[what]["adamw"], drawn[what]["asam"], strict=True) for p in pair]
-            g.draw(f"{what}{suffix}", f"{title}, {others_fixed}", panels, **look)
+            g.draw(f"{what}{suffix}", f"{title}, {others_fixed}", _chart(panels, alphas))
         if not others:
             losses = drawn["loss"]
             panels = [p for pair in zip(losses["adamw"], losses["mergopt"], strict=True) for p in pair]
-            g.draw("loss_mergopt", "Joint loss of two tasks (nats), two experts", panels, **look)
+            g.draw("loss_mergopt", "Joint loss of two tasks (nats), two experts", _chart(panels, alphas))
+
+
+def _chart(planes: Sequence[tuple[str, Any]], alphas: list[float]) -> list[Chart]:
+    """The same colors for the same values in all of them."""
+    levels = spread_levels([value for _, values in planes for row in values for value in row])
+    return [
+        chart_plane(title, values, (alphas, alphas), ("α1", "α2"), box=BOX, levels=levels)
+        for title, values in planes
+    ]
 
 
 def _sum(planes: Any) -> list[list[float]]:
@@ -165,10 +175,10 @@ def draw_linearity(g: Gallery) -> None:
     names = ("adamw", "asam")
     analyses = {name: g.analyze("ctl", "analysis.samples=128", optimizer=name) for name in names}
     blocks = list(range(1, len(analyses["adamw"]["blocks"]) + 1))
-    panels: list[Panel] = []
+    panels: list[Chart] = []
     for index, entry in enumerate(analyses["adamw"]["pairs"]):
         curves = {OPTIMIZERS[n]: (blocks, analyses[n]["pairs"][index]["values"]) for n in names}
-        panels.append(Lines(_label(entry["pair"]), "block", "E[1 − cos]", curves))
+        panels.append(chart_lines(_label(entry["pair"]), "block", "E[1 − cos]", curves))
     g.draw("ctl", "Cross-task linearity at λ = 0.3, by block", panels)
     for name in names:
         g.numbers[f"ctl_{name}"] = mean(entry["values"][-1] for entry in analyses[name]["pairs"])
@@ -184,7 +194,7 @@ def draw_linearity(g: Gallery) -> None:
     panels = []
     for index, entry in enumerate(ways["adamw"]["pairs"]):
         deltas = {OPTIMIZERS[n]: (ways[n]["alphas"], ways[n]["pairs"][index]["delta"]) for n in names}
-        panels.append(Lines(_label(entry["pair"]), "α of the first", "δ (nats)", deltas))
+        panels.append(chart_lines(_label(entry["pair"]), "α of the first", "δ (nats)", deltas))
     g.draw("jtl", "Joint-task loss above the straight line between two experts", panels)
     for name in names:
         g.numbers[f"jtl_{name}"] = mean(max(map(abs, entry["delta"])) for entry in ways[name]["pairs"])
@@ -196,10 +206,10 @@ def draw_barriers(g: Gallery) -> None:
     analyses = {
         name: g.analyze("barrier", *settings, optimizer=name, before="merge") for name in ("adamw", "asam")
     }
-    panels: list[Panel] = [
-        Lines(
+    panels: list[Chart] = [
+        chart_lines(
             task, "from the merged model (0) to the expert (1)", "test loss (nats)",
-            {OPTIMIZERS[n]: (analyses[n]["places"], analyses[n]["tasks"][task]["loss"]) for n in analyses},
+            {OPTIMIZERS[n]: (analyses[n]["shares"], analyses[n]["tasks"][task]["loss"]) for n in analyses},
         )
         for task in analyses["adamw"]["tasks"]
     ]  # fmt: skip
@@ -215,13 +225,13 @@ def draw_sharpness(g: Gallery) -> None:
     curves = {}
     for name in ("adamw", "asam"):
         data = g.analyze("hessian", *settings, "analysis.tolerance=0.05", optimizer=name)
-        at = data["places"]
-        means = [mean(p["eigenvalue"] for p in data["points"] if p["at"] == where) for where in at]
+        at = data["shares"]
+        means = [mean(p["eigenvalue"] for p in data["points"] if p["at"] == index) for index in at]
         curves[OPTIMIZERS[name]] = (at, means)
         g.numbers[f"eigenvalue_{name}"], g.numbers["eigenvalue_start"] = means[-1], means[0]
         g.numbers[f"converged_{name}"] = sum(p["converged"] for p in data["points"])
         g.numbers["eigenvalues"] = len(data["points"])
-    panel = Lines("mean over tasks", "γ from θ0 (0) to the expert (1)", "largest eigenvalue", curves)
+    panel = chart_lines("mean over tasks", "γ from θ0 (0) to the expert (1)", "largest eigenvalue", curves)
     g.draw("hessian", "Largest eigenvalue of the loss's Hessian", [panel])
 
 
@@ -239,13 +249,10 @@ def draw_steps(g: Gallery) -> None:
             for name, data in analyses.items()
         }
 
-    panels: list[Panel] = [
-        Lines("experts", "steps", "mean value (%)", collect_curves(lambda p: mean(p["experts"].values()))),
-        Lines(
-            "merged",
-            "steps",
-            "mean value (%)",
-            collect_curves(lambda p: p["mergers"]["task_arithmetic"]["value"]),
+    panels: list[Chart] = [
+        chart_lines("experts", "steps", "mean value (%)", curves(lambda p: mean(p["experts"].values()))),
+        chart_lines(
+            "merged", "steps", "mean value (%)", curves(lambda p: p["mergers"]["task_arithmetic"]["value"])
         ),
     ]
     g.draw("steps", "Experts and task arithmetic over steps of fine-tuning, validation", panels)

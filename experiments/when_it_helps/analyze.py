@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from cells import (
     ALONG,
     ARMS,
@@ -25,7 +26,6 @@ from cells import (
     EPIMERS,
     FIXED,
     GROUPS,
-    MEASURED,
     MERGERS,
     ON_AXES,
     RHOS,
@@ -33,6 +33,7 @@ from cells import (
     SEEDS,
 )
 from results_by_cell import (
+    Cells,
     Key,
     Line,
     Results,
@@ -44,7 +45,7 @@ from results_by_cell import (
     shown,
     values_along,
 )
-from scipy.stats import spearmanr, t, ttest_1samp
+from scipy.stats import rankdata, spearmanr, t, ttest_1samp, zscore
 from study import read
 
 FIXED_COLUMNS = tuple(f"{name} at {FIXED:g}" for name in AT_FIXED)
@@ -52,6 +53,12 @@ TUNED_COLUMNS = ("experts", *MERGERS)
 MEASURES = ("norm", "length", "cosine", "eigenvalue", "trace", "ctl", "xi 0.4", "xi 1")
 """What may predict a gain; all but the cosine as the logarithm of the ratio to AdamW's. The length is that
 of the average's step."""
+
+
+Array = npt.NDArray[np.float64]
+
+WHERE_MEASURED = ("pretraining", "batch", "distance")
+"""Axes along which the sign changes, and experts were measured."""
 
 
 def spread(values: Sequence[float], form: str = ".1f") -> str:
@@ -74,28 +81,41 @@ def t_test(gains: Sequence[float]) -> float:
     return float(ttest_1samp(gains, 0.0).pvalue)
 
 
-def block_tests(
-    results: Results, world: str, arms: Sequence[str], column: str
-) -> tuple[dict[str, float], float, int]:
-    """p of each arm against its AdamW's by a two-way analysis of variance: seeds are blocks.
+def block_tests(results: Results, cells: Sequence[Cells], column: str) -> tuple[dict[Cells, float], float, int]:
+    """p of each cell of all seeds against its AdamW's by a two-way analysis of variance: seeds are blocks.
 
-    With it the standard error of a difference of two arms, and its degrees of freedom. All arms together say
-    how much a cell varies, on the premise that they vary alike: many more degrees of freedom than the two of a
-    paired t-test.
+    With it the standard error of a difference of two, and its degrees of freedom. All cells together say how
+    much one varies, on the premise that they vary alike: many more degrees of freedom than the two of a paired
+    t-test.
     """
-    seeds = sorted(set.intersection(*(set(results.seeds(world, "main", "", arm)) for arm in arms)))
+    seeds = sorted(set.intersection(*(set(results.seeds(*cell)) for cell in cells)))
     if len(seeds) < 2:
         return {}, math.nan, 1
-    cells = {a: [accuracy(results[Key(world, "main", "", a, s)], column) for s in seeds] for a in arms}
-    table = np.array(list(cells.values()), dtype=float)
+    known = {cell: [accuracy(results[Key(*cell, s)], column) for s in seeds] for cell in cells}
+    table = np.array(list(known.values()), dtype=float)
     rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
-    freedom = (len(arms) - 1) * (len(seeds) - 1)
+    freedom = (len(cells) - 1) * (len(seeds) - 1)
     error = math.sqrt(2 * (rest**2).sum() / freedom / len(seeds))
     found = {}
-    for arm, own in zip(arms, table, strict=True):
-        reference = results.reference(Key(world, "main", "", arm, seeds[0])).arm
-        found[arm] = float(2 * t.sf(abs(own.mean() - np.mean(cells[reference])) / error, freedom))
+    for cell, own in zip(known, table, strict=True):
+        reference = results.reference(Key(*cell, seeds[0]))[:4]
+        found[cell] = float(2 * t.sf(abs(own.mean() - np.mean(known[reference])) / error, freedom))
     return found, error, freedom
+
+
+def star_along(results: Results, world: str, axis: str, columns: Sequence[str]) -> set[tuple[Cells, str]]:
+    """The gains along an axis with p < .05: `block_tests` at each value, corrected for the number of all."""
+    whole = [c for c in results.list_cells() if c[0] == world and len(results.seeds(*c)) == len(SEEDS)]
+    values = dict.fromkeys(c[2] for c in whole if c[1] == axis)
+    groups = [[c for c in whole if c[1:3] == (axis, value)] for value in values]
+    if axis == "rho":
+        groups = [[c for c in whole if c[1] == axis or (c[1] == "main" and c[3] in ("adamw", *RHOS))]]
+    tested = {
+        (cell, column): p
+        for group, column in product(groups, columns) if any(c[3] == "adamw" for c in group)
+        for cell, p in block_tests(results, group, column)[0].items() if cell[1] == axis and cell[3] != "adamw"
+    }  # fmt: skip
+    return {name for name, p in holm(tested).items() if p < 0.05}
 
 
 def holm(values: dict[Any, float]) -> dict[Any, float]:
@@ -124,8 +144,8 @@ def main_tables(results: Results, world: str) -> str:
     compared = [arm for arm in arms if not arm.startswith("adamw")]
     gains = {(arm, c): results.gains(world, "main", "", arm, c) for arm in compared for c in columns}
     paired = holm({name: t_test(values) for name, values in gains.items()})
-    blocks = {c: block_tests(results, world, arms, c) for c in columns}
-    pooled = holm({(arm, c): blocks[c][0].get(arm, math.nan) for arm, c in gains})
+    blocks = {c: block_tests(results, [(world, "main", "", arm) for arm in arms], c) for c in columns}
+    pooled = holm({(arm, c): blocks[c][0].get((world, "main", "", arm), math.nan) for arm, c in gains})
     starred = sum(p < 0.05 for p in pooled.values())
     last = 0.05 / (len(gains) - starred)
     limits = [f"{t.isf(last / 2, freedom) * error:.2f}" for _, error, freedom in blocks.values()]
@@ -161,7 +181,7 @@ def axis_tables(results: Results, axis: str) -> str:
     arms = arms_along(axis)
     columns = ("experts", *ON_AXES, *FIXED_COLUMNS)
     rows: list[list[str]] = []
-    tests: list[list[str]] = []
+    stars = star_along(results, "glyphs", axis, columns)
     coefficients: list[list[str]] = []
     for (own, value), arm in ((p, a) for p in places for a in arms):
         seeds = results.seeds("glyphs", own, value, arm)
@@ -169,26 +189,29 @@ def axis_tables(results: Results, axis: str) -> str:
             lines = [results[Key("glyphs", own, value, arm, seed)] for seed in seeds]
             ratio = statistics.mean(line["norm"] / line["base_norm"] for line in lines)
             cosine = statistics.mean(line["cosine"] for line in lines)
-            gains = [results.gains("glyphs", own, value, arm, c) for c in columns]
-            means = [spread(g, "+.1f") for g in gains]
+            means = [spread(results.gains("glyphs", own, value, arm, c), "+.1f")
+                     + " \\*" * ((("glyphs", own, value, arm), c) in stars) for c in columns]  # fmt: skip
             rows.append([shown(value), arm, str(len(seeds)), f"{ratio:.4f}", f"{cosine:.3f}", *means])
-            tests.append([shown(value), arm, *(f"{t_test(g):.2g}" for g in gains)])
     for (own, value), arm in ((p, a) for p in places for a in ("adamw", *arms)):
         lines = [results[Key("glyphs", own, value, arm, s)] for s in results.seeds("glyphs", own, value, arm)]
         chosen = [", ".join(f"{line['mergers'][m]['coefficient']:g}" for line in lines) for m in ON_AXES[1:]]
         coefficients.extend([[shown(value), arm, *chosen]] if lines else [])
     references = [
-        [shown(value), "adamw", *(spread([v for s in results.seeds("glyphs", own, value, "adamw")
-          if (v := accuracy(results[Key("glyphs", own, value, "adamw", s)], c)) is not None]) for c in columns)]
+        [shown(value), *(spread([v for s in results.seeds("glyphs", own, value, "adamw")
+          if (v := accuracy(results[Key("glyphs", own, value, "adamw", s)], c)) is not None])
+          for c in ("zero_shot", *columns))]
         for own, value in places if axis != "rho"
     ]  # fmt: skip
     text = f"## glyphs, along {axis}\n\n"
+    at = "at all values" if axis == "rho" else "at one value"
     if references:
-        text += "AdamW's accuracy in per cent:\n\n" + markdown((axis, "arm", *columns), references) + "\n"
-    text += "Gain in points:\n\n"
+        text += "AdamW's accuracy in per cent:\n\n" + markdown((axis, "zero-shot", *columns), references) + "\n"
+    text += (
+        f"Gain in points. A star: p < .05 by an analysis of variance over the arms {at} and seeds, by Holm's "
+        "correction for all tests along this axis; the main arms have their own.\n\n"
+    )
     head = (axis, "arm", "seeds", "norm / base's", "cosine", *columns)
     text += markdown(head, rows) + "\n" + sign_changes(results, axis, places) + "\n"
-    text += "p of paired t-tests, uncorrected:\n\n" + markdown((axis, "arm", *columns), tests) + "\n"
     return text + "Coefficients by seed:\n\n" + markdown((axis, "arm", *ON_AXES[1:]), coefficients) + "\n"
 
 
@@ -235,14 +258,11 @@ def predictions(results: Results, world: str) -> str:
     columns = (*ON_AXES, *FIXED_COLUMNS)
     arms = list(dict.fromkeys(k[:4] for k in results if k.world == world and k.axis in ("main", "rho")))
     groups = [arms, [arm for arm in arms if arm[1] == "main"]]
-    apart = [k[:4] for k, line in results.items() if k.axis in MEASURED["axes"] and "measures" in line]
-    groups += [list(dict.fromkeys(k for k in apart if k[0] == world))] if apart and world == "glyphs" else []
     points = {(n, c): [[p for arm in group if (p := point_of(results, arm, n, c))] for group in groups]
               for n, c in product(MEASURES, columns)}  # fmt: skip
     counts = list(map(len, points["norm", "average"]))
     if counts[1] < 5:
         return ""
-    third = " / over base, batch and distance" if len(groups) > 2 else ""
     rows = [
         [n, *(" / ".join(f"{spearmanr(side).statistic:+.2f}" for side in points[n, c]) for c in columns)]
         for n in MEASURES
@@ -250,9 +270,70 @@ def predictions(results: Results, world: str) -> str:
     return (
         f"## {world}: what predicts a gain?\n\nSpearman's ρ between a measure, as it differs from AdamW's, and "
         f"the gain: over {counts[0]} points (an arm, or a value of ρ, in the mean of its seeds) / over the "
-        f"{counts[1]} main arms alone{third}. No p: points share AdamW's chance, and those along ρ are "
+        f"{counts[1]} main arms alone. No p: points share AdamW's chance, and those along ρ are "
         "doses of one thing.\n\n" + markdown(("measure", *columns), rows) + "\n" + longer_steps(results, world)
     )
+
+
+def predictions_along(results: Results) -> str:
+    """Rank correlations of what was measured with SAM's and ASAM's gains where their sign changes."""
+    settings = dict.fromkeys(
+        k[1:3] for k, line in results.items()
+        if k.world == "glyphs" and k.axis in ("main", *WHERE_MEASURED) and k.arm in RHOS and "measures" in line
+    )  # fmt: skip
+    if len(settings) < 5:
+        return ""
+    columns = (*ON_AXES, "experts")
+    text = (
+        "## glyphs: what predicts the sign?\n\nSpearman's ρ with the gains of SAM and ASAM at AdamW's steps, "
+        f"over {len(settings)} settings: the main one, along {', '.join(WHERE_MEASURED)}. Of a measure as it "
+        "differs from AdamW's, then of AdamW's own. In brackets: of how many points the sign follows from the "
+        "measure's rise (AdamW's own: from being above its median), in the direction that fits better.\n\n"
+    )
+    rows, limits = [], []
+    for own in (False, True):
+        for name in MEASURES:
+            row = [f"AdamW's {name}" if own else name]
+            for column in columns:
+                points = np.array([[point_along(results, setting, arm, name, column, own) for arm in RHOS]
+                                   for setting in settings])  # fmt: skip
+                x, y = points[..., 0], points[..., 1]
+                high = x > (np.median(x) if own else 0)
+                agree = int((high == (y > 0)).sum())
+                rank = spearmanr(x.ravel(), y.ravel()).statistic
+                row.append(f"{rank:+.2f} ({max(agree, x.size - agree)})")
+                limits.append(chance_of(x, y))
+            rows.append(row)
+    gains = [
+        [point_along(results, p, arm, "norm", c, False)[1] for p in settings for arm in RHOS] for c in columns
+    ]
+    common = [str(max(n := sum(g > 0 for g in each), len(each) - n)) for each in gains]
+    rows.append([f"the commoner sign, of {2 * len(settings)}", *common])
+    text += markdown(("measure", *columns), rows) + "\n"
+    return text + (
+        f"By chance |ρ| stays below {min(limits):.2f} to {max(limits):.2f} in 95 of 100 cases: settings were "
+        f"permuted, SAM's and ASAM's together. That is of one test; there are {len(limits)}.\n"
+    )
+
+
+def point_along(
+    results: Results, setting: tuple[str, str], arm: str, name: str, column: str, own: bool
+) -> tuple[float, float]:
+    """A measure, AdamW's own or how it differs from it, and the gain; not numbers where they are not there."""
+    point = point_of(results, ("glyphs", *setting, arm), name, column)
+    if point is None or not own:
+        return point or (math.nan, math.nan)
+    seeds = results.seeds("glyphs", *setting, "adamw")
+    known = [measure_of(results[Key("glyphs", *setting, "adamw", seed)], name) for seed in seeds]
+    return statistics.mean(v for v in known if v is not None), point[1]
+
+
+def chance_of(x: Array, y: Array, draws: int = 2000) -> float:
+    """Below which |ρ| stays in 95 of 100 permutations of the settings `[settings, arms]`."""
+    ranks = [zscore(rankdata(each)).reshape(each.shape) for each in (x, y)]
+    order = np.random.default_rng(0).permuted(np.tile(np.arange(len(x)), (draws, 1)), axis=1)
+    found = (ranks[1][order] * ranks[0]).mean((1, 2))
+    return float(np.quantile(abs(found), 0.95))
 
 
 def alignment_table(results: Results) -> str:
@@ -281,9 +362,11 @@ def alignment_table(results: Results) -> str:
         ranks.append(
             [f"the same of SAM's or ASAM's own cosine, {name} {len(cells)}", "", *(f"{r:+.2f}" for r in found)]
         )
-    after = [cell for cell in known if cell[1] == "distance" and cell[2].endswith("1200")]
+    after = [cell for cell in groups["but for ρ"] if cell[1] == "pretraining" or cell[2].endswith("1200")]
     before = [cell for cell in groups["but for ρ"] if cell not in after]
-    for name, cells in {"but for ρ": groups["but for ρ"], "before the rule": before, "after": after}.items():
+    texts = [cell for cell in known if cell[:2] == ("minilm", "rho")]
+    sets = {"but for ρ": groups["but for ρ"], "before the rule": before, "after": after, "minilm's ρ": texts}
+    for name, cells in sets.items():
         gains = {m: [known[c][m] for c in cells] for m in columns}
         obey = [sum((gain > 0) == (rise < 0.012) for rise, gain in g) for g in gains.values()]
         common = [max(n := sum(gain > 0 for _, gain in g), len(g) - n) for g in gains.values()]
@@ -297,18 +380,22 @@ def alignment_table(results: Results) -> str:
 
 def rho_table(results: Results) -> str:
     """Gains over ρ as a share of the base's norm, which is what two models have in common."""
-    cells = dict.fromkeys(k[:4] for k in results if k.arm in RHOS and k.axis in ("main", "rho"))
+    cells = [cell for cell in results.list_cells() if cell[3] in RHOS and cell[1] in ("main", "rho")]
+    columns = ("experts", *ON_AXES)
+    stars = set().union(*(star_along(results, world, "rho", columns) for world in results.worlds()))
     rows = []
     for world, axis, value, arm in cells:
         lines = [results[Key(world, axis, value, arm, s)] for s in results.seeds(world, axis, value, arm)]
         share = statistics.mean(line["rho"] / line["base_norm"] for line in lines)
         moved = statistics.mean(line["norm"] / line["base_norm"] for line in lines)
-        gains = [spread(results.gains(world, axis, value, arm, c), "+.1f") for c in ("experts", *ON_AXES)]
+        cell = (world, axis, value, arm)
+        gains = [spread(results.gains(*cell, c), "+.1f") + " \\*" * ((cell, c) in stars) for c in columns]
         rows.append((arm, share, [arm, f"{share:.1e}", world, value or "1", f"{moved:.4f}", *gains]))
     rows.sort(key=lambda row: row[:2])
-    head = ("arm", "ρ / base's norm", "world", "times ρ", "task vector's norm / base's", "experts", *ON_AXES)
+    head = ("arm", "ρ / base's norm", "world", "times ρ", "task vector's norm / base's", *columns)
     return (
-        "## ρ relative to the base's norm\n\nGain in points.\n\n" + markdown(head, (r[2] for r in rows)) + "\n"
+        "## ρ relative to the base's norm\n\nGain in points. Stars as along ρ above, for each world's tests; "
+        "the main arms (1) have their own.\n\n" + markdown(head, (r[2] for r in rows)) + "\n"
     )
 
 
@@ -386,7 +473,7 @@ def epimer_tables(results: Results) -> str:
         "all arms, 8 tasks": [k for k in ahead if k.axis == "main"],
         **{f"{arm}, 8 tasks": [k for k in ahead if k[1:4] == ("main", "", arm)] for arm in ARMS},
         **{f"{w}, adamw": [k for k in leads if k.world == w and k.arm == "adamw"] for w in others},
-        **{f"{w}, all arms": [k for k in leads if k.world == w] for w in others},
+        **{f"{w}, all arms": [k for k in leads if k.world == w and k.axis == "main"] for w in others},
     }
     rows = []
     for name, keys in groups.items():
@@ -432,6 +519,7 @@ def report(results: Results) -> str:
         *(axis_tables(results, axis) for axis in axes),
         *(task_tables(results, world) for world in results.worlds()),
         *(predictions(results, world) for world in results.worlds()),
+        predictions_along(results),
         alignment_table(results),
         rho_table(results),
         language_model_table(),

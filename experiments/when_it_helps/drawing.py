@@ -8,14 +8,17 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from cells import ALONG, CORE
+import numpy as np
+from cells import ALONG, CORE, SAME_COST
 from results_by_cell import Results, alignment, arms_along, shown, values_along
 
 SHOWN = (-9.0, 9.0)
 """Points that the figures show. What falls outside: the largest ρ, and task arithmetic at 0.4."""
 DRAWN = ("average", "task_arithmetic", "task_arithmetic at 0.4", "ties", "tsvm", "epimer")
+ARMS_SHOWN = (*(arm for arm in CORE if arm != "adamw"), *SAME_COST)
 
-TITLES = {"distance": "learning rate × steps", "base": "steps of pretraining", "tasks": "tasks merged",
+TITLES = {"distance": "learning rate × steps", "base": "steps of pretraining",
+          "pretraining": "a second pretraining", "tasks": "tasks merged",
           "likeness": "four tasks", "batch": "batch", "rho": "ρ / the published"}  # fmt: skip
 MAIN_VALUE = {"distance": "2e-4 × 300", "base": "20000", "tasks": "8", "likeness": "all 8", "batch": "64",
               "rho": "1"}  # fmt: skip
@@ -35,11 +38,11 @@ def draw_axes(results: Results, path: Path) -> None:
         panel = panels[row][column]
         panel.axhline(0, color="black", linewidth=0.8)
         panel.set_ylim(*SHOWN)
-        for number, arm in enumerate(arm for arm in arms_along(axis) if arm in CORE):
-            gains = {x: g for x, (own, value) in enumerate(settings)
-                     if (g := results.gains("glyphs", own, value, arm, merger))}  # fmt: skip
+        for number, arm in enumerate(ARMS_SHOWN):
+            gains = {x: g for x, (own, value) in enumerate(settings) if arm in arms_along(axis)
+                     and (g := results.gains("glyphs", own, value, arm, merger))}  # fmt: skip
             ends = {x + 0.1 * (number - 1): g for x, g in gains.items()}
-            line = "none" if axis == "likeness" else "-"
+            line = "none" if axis in ("likeness", "pretraining") else "-"
             means = [statistics.mean(g) for g in ends.values()]
             panel.plot(list(ends), means, linestyle=line, color=f"C{number}", linewidth=1)
             for (x, g), mean in zip(ends.items(), means, strict=True):
@@ -60,8 +63,9 @@ def draw_axes(results: Results, path: Path) -> None:
             panel.set_title(TITLES[axis], fontsize=9)
         if column == 0:
             panel.set_ylabel(merger.replace("_", " "), fontsize=8)
-    arms = [arm for arm in CORE if arm != "adamw"]
-    handles = [plt.Line2D([], [], color=f"C{n}", marker="o", markersize=4, label=a) for n, a in enumerate(arms)]
+    handles = [
+        plt.Line2D([], [], color=f"C{n}", marker="o", markersize=4, label=a) for n, a in enumerate(ARMS_SHOWN)
+    ]
     fig.legend(handles=handles, loc="upper center", ncols=len(handles), fontsize=9, frameon=False)
     fig.supylabel("gain over AdamW in points", fontsize=9)
     fig.tight_layout(rect=(0.02, 0, 1, 0.97))
@@ -78,7 +82,11 @@ def draw_alignment(results: Results, path: Path) -> None:
         for number, (name, kinds) in enumerate(groups.items()):
             points = [p[column] for cell, p in alignment(results).items() if cell[:2] in kinds]
             panel.plot(
-                *zip(*points, strict=True), "os^vD*PX"[number], color=f"C{number}", label=name, markersize=5
+                *np.array(points).reshape(-1, 2).T,
+                "os^vD*PXp"[number],
+                color=f"C{number}",
+                label=name,
+                markersize=5,
             )
         panel.set_ylim(*SHOWN)
         panel.set_title(column.replace("_", " "), fontsize=9)

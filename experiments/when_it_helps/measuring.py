@@ -44,7 +44,7 @@ from mergekit_lab.merging import Method, TaskArithmetic
 from mergekit_lab.merging.inputs import open_inputs
 from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.reporting import Tracker
-from mergekit_lab.runs.analyses.contract import read_states, sample, take_samples_of
+from mergekit_lab.runs.analyses.contract import read_states, sample
 from mergekit_lab.runs.combine import merge_experts
 from mergekit_lab.runs.curvature import declare_side_input, list_kinds
 from mergekit_lab.runs.finetune import declare_fit, plan_settings, stage_finetune
@@ -291,7 +291,7 @@ def study_bound(run: Run, seed: int, samples: int = 256) -> Values:
     inputs = open_inputs(run.base_state, ends, TaskArithmetic())
     for layer, traces in measure_layers(inputs, fishers=fishers, rank=32, device=run.device):
         total.add(layer, traces)
-    chosen = take_samples_of(run, "train", samples)
+    chosen = {task: sample(run, task, "train", samples) for task in run.tasks}
     weights = Weights(run.model, run.base_state, {**ends, "merged": merge_experts(run, plain, tasks)})
     rises = []
     for task in tasks:
@@ -314,7 +314,7 @@ def measure(run: Run, world: World) -> Values:
     weights = Weights(run.model, run.base_state, read_states(run, run.tasks))
     names = list(run.tasks)
     pairs = [*pairwise(names), (names[-1], names[0])]
-    chosen = take_samples_of(run, "validation", 256)
+    chosen = {task: sample(run, task, "validation", 256) for task in run.tasks}
     size = run.cfg.evaluation_batch_size
 
     def curvature() -> Values:

@@ -5,9 +5,11 @@ import statistics
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from cells import ALONG, ARMS, CORE, RHOS, SAME_COST, SAME_COST_AT
+from cells import ALONG, ARMS, CORE, RHOS, SAME_COST, SAME_COST_AT, SEEDS
 
 Line = dict[str, Any]
+Cells = tuple[str, str, str, str]
+"""World, axis, value and arm: those of all seeds."""
 
 
 class Key(NamedTuple):
@@ -52,7 +54,11 @@ class Results(dict[Key, Line]):
         return [gain for key in keys if (gain := self.gain(key, column)) is not None]
 
     def seeds(self, world: str, axis: str, value: str, arm: str) -> list[int]:
-        return sorted(k.seed for k in self if k[:4] == (world, axis, value, arm))
+        return [seed for seed in SEEDS if Key(world, axis, value, arm, seed) in self]
+
+    def list_cells(self) -> list[Cells]:
+        """Those that have a seed."""
+        return list(dict.fromkeys(k[:4] for k in self))
 
     def worlds(self) -> list[str]:
         """Those in which AdamW was measured: without it there is no gain."""
@@ -103,17 +109,15 @@ def shown(value: str) -> str:
     return value or "main"
 
 
-def alignment(results: Results) -> dict[tuple[str, str, str, str], dict[str, tuple[float, float]]]:
+def alignment(results: Results) -> dict[Cells, dict[str, tuple[float, float]]]:
     """Of SAM and ASAM at every value of every axis: how much more alike task vectors are, and each gain."""
-    cells = dict.fromkeys(k[:4] for k in results if k.arm in RHOS)
+    cells = [cell for cell in results.list_cells() if cell[3] in RHOS]
     columns = ("task_arithmetic", "ties", "tsvm", "epimer")
     known = {cell: {c: p for c in columns if (p := point_of(results, cell, "cosine", c))} for cell in cells}
     return dict(sorted(((k, v) for k, v in known.items() if v), key=lambda each: each[1]["ties"][0]))
 
 
-def point_of(
-    results: Results, arm: tuple[str, str, str, str], name: str, column: str
-) -> tuple[float, float] | None:
+def point_of(results: Results, arm: Cells, name: str, column: str) -> tuple[float, float] | None:
     """A measure's difference to AdamW's and the gain, means over seeds; None where there are none."""
     changes, gains = [], []
     for key in (Key(*arm, seed) for seed in results.seeds(*arm)):

@@ -172,7 +172,7 @@ class ComparisonSweeper(BasicSweeper):
         """Each shared training once; what fails is named by the jobs that need it, which do not try again."""
         from mergekit_lab.runs.given_up import SHARED, give_up
         from mergekit_lab.runs.plan import list_unmade, plan_shared_training
-        from mergekit_lab.schema.check import list_stages
+        from mergekit_lab.schema.stages import list_stages
 
         here = isinstance(self.launcher, BasicLauncher)
         if (

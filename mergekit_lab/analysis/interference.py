@@ -208,46 +208,36 @@ def measure_layers(
     """
     require_whole("rank", rank, 1)
     for name in inputs.merged:
-        yield _measure_layer(inputs, name, fishers, rank, torch.device(device), seed)
+        base, tensors = inputs.base[name], [expert[name] for expert in inputs.experts.values()]
+        sums, squares = Sums.make_zero(len(tensors)), 0.0
+        traces = torch.zeros(len(tensors), dtype=torch.float64)
+        weights: list[Tensor] = []
+        if fishers is not None:
+            weights = [_read_fisher(fishers[expert], name, base.shape) for expert in inputs.experts]
+        for start in range(0, base.numel(), _BLOCK):
 
+            def read(tensor: Tensor, part: slice = slice(start, start + _BLOCK)) -> Tensor:
+                return tensor.reshape(-1)[part].to(device).float()
 
-def _measure_layer(
-    inputs: Inputs,
-    name: str,
-    fishers: Mapping[str, Checkpoint] | None,
-    rank: int,
-    device: torch.device,
-    seed: int,
-) -> tuple[Layer, Tensor]:
-    base, tensors = inputs.base[name], [expert[name] for expert in inputs.experts.values()]
-    weights = None
-    if fishers is not None:
-        weights = [_read_fisher(fishers[expert], name, base.shape) for expert in inputs.experts]
-    sums, squares = Sums.make_zero(len(tensors)), 0.0
-    traces = torch.zeros(len(tensors), dtype=torch.float64)
-    flat = base.reshape(-1)
-    for start in range(0, flat.numel(), _BLOCK):
-        part = slice(start, start + _BLOCK)
-        origin = flat[part].to(device).float()
-        deltas = torch.stack([t.reshape(-1)[part].to(device).float() for t in tensors]) - origin
-        if not bool(torch.isfinite(deltas).all()):
-            inputs.refuse_non_finite([name])
-        block = None
-        if weights is not None:
-            block = torch.stack([w.reshape(-1)[part].to(device).float() for w in weights])
-            if not bool((block.isfinite() & (block >= 0)).all()):
-                _refuse_fisher(weights, inputs, fishers or {}, name)
-            traces += block.sum(dim=1, dtype=torch.float64).cpu()
-        sums.add_block(deltas, block)
-        squares += float(origin.square().sum(dtype=torch.float64))
-    spectra = bound = None
-    if base.dim() == 2 and min(base.shape) > 1:
-        spectra = _measure_spectra(base, tensors, sums.norms, rank, device, seed)
-        if weights is not None:
+            origin = read(base)
+            deltas = torch.stack([read(tensor) for tensor in tensors]) - origin
+            if not bool(torch.isfinite(deltas).all()):
+                inputs.refuse_non_finite([name])
+            block = torch.stack([read(weight) for weight in weights]) if weights else None
+            if block is not None:
+                if not bool((block.isfinite() & (block >= 0)).all()):
+                    _refuse_fisher(weights, inputs, fishers or {}, name)
+                traces += block.sum(dim=1, dtype=torch.float64).cpu()
+            sums.add_block(deltas, block)
+            squares += float(origin.square().sum(dtype=torch.float64))
+        spectra = bound = None
+        if base.dim() == 2 and min(base.shape) > 1:
             origin = base.to(device).float()
-            deltas = torch.stack([tensor.to(device).float() for tensor in tensors]) - origin
-            bound = measure_bound(deltas, torch.stack([w.to(device).float() for w in weights]), rank)
-    return Layer(name, tuple(base.shape), squares**0.5, sums, spectra, bound), traces
+            spectra = _measure_spectra(origin, tensors, sums.norms, rank, seed)
+            if weights:
+                deltas = torch.stack([tensor.to(device).float() for tensor in tensors]) - origin
+                bound = measure_bound(deltas, torch.stack([w.to(device).float() for w in weights]), rank)
+        yield Layer(name, tuple(base.shape), squares**0.5, sums, spectra, bound), traces
 
 
 def _read_fisher(checkpoint: Checkpoint, name: str, shape: torch.Size) -> Tensor:
@@ -269,14 +259,11 @@ def _refuse_fisher(weights: list[Tensor], inputs: Inputs, fishers: Mapping[str, 
                 )
 
 
-def _measure_spectra(
-    base: Tensor, tensors: list[Tensor], norms: Tensor, rank: int, device: torch.device, seed: int
-) -> Spectra:
+def _measure_spectra(base: Tensor, tensors: list[Tensor], norms: Tensor, rank: int, seed: int) -> Spectra:
     k = max(1, min(rank, min(base.shape) // len(tensors)))
-    origin = base.to(device).float()
     lefts, rights, values = [], [], []
     for tensor in tensors:
-        u, s, v = _find_leading(tensor.to(device).float() - origin, k, seed)
+        u, s, v = _find_leading(tensor.to(base.device).float() - base, k, seed)
         lefts.append(u)
         rights.append(v)
         values.append(s.double().cpu())

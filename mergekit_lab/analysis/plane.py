@@ -147,16 +147,17 @@ def _find_on_axes(
 
 def evaluate_line(
     model: nn.Module,
-    weights: Weights,
-    label: str,
+    start: Mapping[str, Tensor],
+    end: Mapping[str, Tensor],
     alphas: Sequence[float],
     tasks: Mapping[str, Sample],
     batch_size: int = 512,
 ) -> dict[str, dict[str, list[float]]]:
-    """Loss and value of every task along `θ0 + α τ`: `{task: {"loss": [A], "value": [A]}}`."""
+    """Loss and value of every task along `start + α (end − start)`: `{task: {"loss": [A], "value": [A]}}`."""
+    weights = Weights(model, start, {"the end": end})
     curves: dict[str, dict[str, list[float]]] = {t: {"loss": [], "value": []} for t in tasks}
     for alpha in alphas:
-        weights.move({label: alpha})
+        weights.move({"the end": alpha})
         for name, task in tasks.items():
             scores = task.score(model, batch_size)
             curves[name]["loss"].append(scores.loss)

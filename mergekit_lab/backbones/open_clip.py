@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from mergekit_lab.backbones.classification import Crops, ImageObjective, check_crop
@@ -179,7 +179,9 @@ class OpenClip(Backbone):
             )
         import open_clip
 
-        model = make_whole_model(self.key)
+        device = torch.device(list_devices()[0])
+        whole = make_whole_model(self.key)
+        model = whole if device.type == "cpu" else _copy_text_tower(whole, device)
         tokenizer = open_clip.get_tokenizer(register_architecture(self.architecture))
         rows = [tokenizer([template.format(name) for template in templates]) for name in classes]
         seen: dict[bytes, str] = {}
@@ -191,9 +193,9 @@ class OpenClip(Backbone):
                     f"{row.shape[1]} tokens: shorten the templates"
                 )
         chunks = torch.cat(rows).split(_TEXTS)
-        features = torch.cat([model.encode_text(chunk, normalize=True) for chunk in chunks])
+        features = torch.cat([model.encode_text(chunk.to(device), normalize=True) for chunk in chunks])
         means = features.unflatten(0, (len(classes), len(templates))).mean(1)
-        return (normalize(means, dim=-1) * model.logit_scale.exp()).float().clone()
+        return (normalize(means, dim=-1) * model.logit_scale.exp()).float().clone().cpu()
 
     def identify(self) -> dict[str, str]:
         """Architecture, weights and their SHA-256. It contains no path."""
@@ -274,6 +276,12 @@ def make_whole_model(key: tuple[str, str | None, int]) -> Any:
             ".safetensors or as a .pt of plain tensors"
         ) from error
     return model.eval()
+
+
+@lru_cache(maxsize=1)
+def _copy_text_tower(whole: Any, device: torch.device) -> Any:
+    """All but the image tower on a device. One is kept: tasks ask in turn."""
+    return deepcopy(whole, {id(whole.visual): nn.Identity()}).to(device)
 
 
 @contextmanager

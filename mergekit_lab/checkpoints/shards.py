@@ -155,6 +155,7 @@ class ShardedWriter:
         folder: where the files go; it must exist.
         specs: every tensor that will be written.
         max_bytes, stem: see `plan_shards`.
+        sync: wait until what was written is on the disk.
     """
 
     def __init__(
@@ -163,11 +164,13 @@ class ShardedWriter:
         specs: Mapping[str, TensorSpec],
         max_bytes: int = MAX_SHARD_BYTES,
         stem: str = "model",
+        sync: bool = True,
     ) -> None:
         self.shards = plan_shards(specs, max_bytes, stem)
         self._folder = folder
         self._specs = specs
         self._stem = stem
+        self._sync = sync
         self._shard_of = {name: shard for shard in self.shards for name in shard.specs}
         self._left = {shard.file: len(shard.specs) for shard in self.shards}
         self._pending = set(specs)
@@ -197,7 +200,7 @@ class ShardedWriter:
         with self._lock:
             self._left[shard.file] -= 1
             if not self._left[shard.file]:
-                self._flushed.append(self._flusher.submit(self._open.pop(shard.file).close))
+                self._flushed.append(self._flusher.submit(self._open.pop(shard.file).close, self._sync))
 
     def close(self) -> None:
         """Wait for the disk, and write the index.

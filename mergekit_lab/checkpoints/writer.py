@@ -16,7 +16,7 @@ from mergekit_lab.checkpoints.shards import ShardedWriter
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one safetensors file by write, fsync and rename.
+    """Write one safetensors file by write and rename. Who publishes its folder waits for the disk.
 
     Args:
         path: the file; its folder must exist.
@@ -27,7 +27,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     try:
         specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         total = sum(spec.nbytes for spec in specs.values())
-        with ShardedWriter(path.parent, specs, max(total, 1), stem) as writer:
+        with ShardedWriter(path.parent, specs, max(total, 1), stem, sync=False) as writer:
             for name, tensor in tensors.items():
                 writer.write(name, tensor)
         temporary.replace(path)

@@ -233,7 +233,8 @@ class MergeCheckpoints:
         )
 
     def _make_method(self) -> Method:
-        from mergekit_lab.schema.check import build, without_null_coefficient
+        from mergekit_lab.schema.check import build
+        from mergekit_lab.schema.methods import without_null_coefficient
 
         assert self.merger is not None
         return build(without_null_coefficient(self.merger)[0], Method)

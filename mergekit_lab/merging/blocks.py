@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Method, Segment, Site
-from mergekit_lab.merging.flat import Flat, fill, send
+from mergekit_lab.merging.flat import Flat, fill, send_whole
 from mergekit_lab.merging.inputs import Inputs
 from mergekit_lab.prefetch import prefetch
 
@@ -202,8 +202,7 @@ class Reader:
 
     def read_base(self, name: str) -> Tensor:
         """`θ0 [*S]` of a tensor, on the device in its own dtype: not to be changed."""
-        value = self.inputs.base[name]
-        return value if value.device == self.device else send([value], self.device).view(value.shape)
+        return send_whole(self.inputs.base[name], self.device)
 
     def read_deltas(self, name: str, base: Tensor) -> Tensor:
         """`δ [T, *S]` of a tensor from its `θ0`."""

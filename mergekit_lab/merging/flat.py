@@ -105,6 +105,11 @@ def send(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     return whole.to(device, non_blocking=from_host)
 
 
+def send_whole(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device: itself if it is there."""
+    return tensor if tensor.device == device else send([tensor], device).view(tensor.shape)
+
+
 def view_like(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Views of the flat tensor, end to end, in the shapes of others."""
     return list(_unflatten_dense_tensors(flat, like))

@@ -17,14 +17,14 @@ from mergekit_lab.reporting.tables import Row, Table
 Samples = Mapping[str, Any]
 """By evaluation key, what every test sample contributes to the metric, `[N]`, whose mean the value is."""
 
-DRAWS = 1000
+_DRAWS = 1000
 _AT_ONCE = 100
 _MANY = 1000
 """Samples from which Poisson weights stand for the bootstrap's."""
 _LEVEL = 0.95
 
 
-def add_intervals(table: Table, samples: Samples, draws: int = DRAWS) -> Table:
+def add_intervals(table: Table, samples: Samples) -> Table:
     """The table with a 95 % interval of every average, and a mark on mergers that the best may not beat.
 
     Of a group the rows are compared that were evaluated alike (the largest such part of it); a row of other
@@ -44,7 +44,7 @@ def add_intervals(table: Table, samples: Samples, draws: int = DRAWS) -> Table:
         if not keys:
             continue
         members = [table.rows[i] for i in keys]
-        drawn = _draw_averages(list(keys.values()), samples, draws)
+        drawn = _draw_averages(list(keys.values()), samples)
         odd = [
             rows[i].name
             for i in everything
@@ -90,19 +90,19 @@ def _keep_alike(rows: Mapping[int, Row], samples: Samples) -> dict[int, Keys]:
     return max(alike.values(), key=len, default={})
 
 
-def _draw_averages(keys: Sequence[Keys], samples: Samples, draws: int) -> Any:
+def _draw_averages(keys: Sequence[Keys], samples: Samples) -> Any:
     """Of every draw and row the mean over seeds and tasks, `[draws, rows]`."""
     import numpy as np
 
     seeds, tasks = sorted({s for s, _ in keys[0]}), sorted({task for _, task in keys[0]})
     random = np.random.default_rng(0)
-    share = random.multinomial(len(seeds), [1 / len(seeds)] * len(seeds), size=draws) / len(seeds)
-    total = np.zeros((draws, len(keys)))
+    share = random.multinomial(len(seeds), [1 / len(seeds)] * len(seeds), size=_DRAWS) / len(seeds)
+    total = np.zeros((_DRAWS, len(keys)))
     for task in tasks:
         values = np.stack([[samples[of_row[s, task]] for s in seeds] for of_row in keys]).astype(np.float32)
         flat = values.reshape(-1, values.shape[-1]).T
-        for start in range(0, draws, _AT_ONCE):
-            weights = _draw_weights(random, min(_AT_ONCE, draws - start), len(flat))
+        for start in range(0, _DRAWS, _AT_ONCE):
+            weights = _draw_weights(random, min(_AT_ONCE, _DRAWS - start), len(flat))
             means = (weights @ flat / weights.sum(axis=1, keepdims=True)).reshape(
                 len(weights), *values.shape[:2]
             )

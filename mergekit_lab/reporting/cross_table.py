@@ -12,13 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mergekit_lab.errors import InputError, join_names, suggest
-from mergekit_lab.reporting.names import display_name
-from mergekit_lab.reporting.records import KINDS, Record
-from mergekit_lab.reporting.tables import (
-    AXES,
-    Cell,
-    Line,
-    Sheet,
+from mergekit_lab.reporting.leaderboard import (
     distinguish_labels,
     keep_first_metric,
     mark_best,
@@ -26,6 +20,9 @@ from mergekit_lab.reporting.tables import (
     select_part,
     summarize,
 )
+from mergekit_lab.reporting.names import display_name
+from mergekit_lab.reporting.records import KINDS, Record
+from mergekit_lab.reporting.tables import AXES, Cell, Line, Sheet
 
 DIMENSIONS = (*AXES, "merger", "task", "seed")
 """What rows and columns of a cross table may be."""

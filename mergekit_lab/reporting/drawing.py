@@ -1,12 +1,16 @@
 """Figures as files: vl-convert makes pictures of their Vega-Lite, without a browser or a request."""
 
+from __future__ import annotations
+
 import json
 import re
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from mergekit_lab.reporting.charts import Chart
+from mergekit_lab.reporting.encoding import Chart
 from mergekit_lab.reporting.records import write_text
 
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
@@ -33,6 +37,28 @@ _WIDTHS = {1: 600, 2: 400, 3: 320}
 """Of a panel in pixels, by columns."""
 _SCALE = 1.5
 """Pixels of a PNG for one of the figure."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A PNG file and the sentence that stands for it where it cannot be seen."""
+
+    path: Path
+    text: str
+    folded: bool = False
+    """Shown only when the reader opens it."""
+
+    @property
+    def source(self) -> str:
+        """The picture as an address: its SVG, which is smaller, where there is one."""
+        svg = self.path.with_suffix(".svg")
+        kind, file = ("svg+xml", svg) if svg.is_file() else ("png", self.path)
+        return f"data:image/{kind};base64,{b64encode(file.read_bytes()).decode('ascii')}"
+
+    @property
+    def chart(self) -> Chart | None:
+        """The figure as Vega-Lite, if it was written next to the picture."""
+        return load_chart(self.path)
 
 
 def save_figure(path: Path, title: str, panels: Sequence[Chart], columns: int = 3) -> Path:

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergekit_lab.errors import say_bytes, say_duration
-from mergekit_lab.reporting.charts import Chart
-from mergekit_lab.reporting.drawing import load_chart
+from mergekit_lab.reporting.drawing import Figure
+from mergekit_lab.reporting.leaderboard import build_table
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.origin import Origin
 from mergekit_lab.reporting.published import HEADER, TITLE, Beside, format_numbers, list_bases
 from mergekit_lab.reporting.records import Failure, Record, Timing
-from mergekit_lab.reporting.tables import Row, Table, build_table, to_percent
+from mergekit_lab.reporting.tables import Row, Table, to_percent
 from mergekit_lab.reporting.writing import to_csv, to_latex
 
 if TYPE_CHECKING:
@@ -37,28 +37,6 @@ _LIBRARY = tuple(
 )
 FIGURE_BYTES = 3_500_000
 """What figures may add to the page; those beyond are named."""
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A PNG file and the sentence that stands for it where it cannot be seen."""
-
-    path: Path
-    text: str
-    folded: bool = False
-    """Shown only when the reader opens it."""
-
-    @property
-    def source(self) -> str:
-        """The picture as an address: its SVG, which is smaller, where there is one."""
-        svg = self.path.with_suffix(".svg")
-        kind, file = ("svg+xml", svg) if svg.is_file() else ("png", self.path)
-        return f"data:image/{kind};base64,{b64encode(file.read_bytes()).decode('ascii')}"
-
-    @property
-    def chart(self) -> Chart | None:
-        """The figure as Vega-Lite, if it was written next to the picture."""
-        return load_chart(self.path)
 
 
 @dataclass(frozen=True)

@@ -94,14 +94,11 @@ def read_origin(folder: Path) -> Origin | None:
     try:
         entry = json.loads((folder / FILE).read_text(encoding="utf-8"))
         return Origin(
-            tuple(strip_controls(str(each)) for each in entry["arguments"]),
-            strip_controls(str(entry["date"])),
-            {
-                strip_controls(str(name)): strip_controls(str(value))
-                for name, value in entry["versions"].items()
-            },
-            strip_controls(str(entry["machine"])),
-            tuple(strip_controls(str(each)) for each in entry["devices"]),
+            tuple(map(strip_controls, entry["arguments"])),
+            strip_controls(entry["date"]),
+            {strip_controls(name): strip_controls(value) for name, value in entry["versions"].items()},
+            strip_controls(entry["machine"]),
+            tuple(map(strip_controls, entry["devices"])),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{folder / FILE}: not an origin file ({error!r})") from None

@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from mergekit_lab.reporting import charts
-from mergekit_lab.reporting.drawing import make_title, name_files, save_figure
+from mergekit_lab.reporting import charts, figures
+from mergekit_lab.reporting.drawing import Figure, make_title, name_files, save_figure
+from mergekit_lab.reporting.encoding import Chart
 from mergekit_lab.reporting.names import REFERENCE, Look, choose_looks, display_name
 from mergekit_lab.reporting.tables import Row, Table
 
@@ -18,7 +19,7 @@ the experts), `chosen` true at the point taken."""
 LINES_PER_FIGURE = 12
 
 
-def draw_mergers(table: Table, folder: Path) -> list[Path]:
+def draw_mergers(table: Table, folder: Path) -> list[Figure]:
     """Bars of average and normalized accuracy per merger, one panel a group: `mergers.png`."""
     groups = [group for group in table.groups if any(_list_merged(table, group))]
     if not groups:
@@ -26,7 +27,9 @@ def draw_mergers(table: Table, folder: Path) -> list[Path]:
     bars = explain_error_bars(table)
     panels = [charts.chart_bars(table, group, make_title(group, ""), bars) for group in groups]
     heading = "Average and normalized accuracy of the merged models (%)"
-    return [save_figure(folder / "mergers.png", heading, panels)]
+    text = "Average and normalized accuracy of every merger; the numbers are in the leaderboard."
+    text += f" Lines at the bars' ends: {bars}." if bars else ""
+    return [Figure(save_figure(folder / "mergers.png", heading, panels), text)]
 
 
 def explain_error_bars(table: Table) -> str:
@@ -38,38 +41,42 @@ def explain_error_bars(table: Table) -> str:
     return ", ".join(parts)
 
 
-def draw_heat_maps(table: Table, folder: Path) -> list[Path]:
+def draw_heat_maps(table: Table, folder: Path) -> list[Figure]:
     """Model × task with numbers, one file a group: `heatmap.png` or `heatmap-1-sam.png`, ….
 
     All of them share one color scale.
     """
     values = [cell.mean for row in table.rows for cell in row.cells[:-2] if cell.mean is not None]
-    paths = []
+    maps = []
     for path, group in name_files(folder, "heatmap", table.groups):
         rows = [row for row in table.rows if row.group == group]
         panel = charts.chart_heat_map(rows, table.tasks, min(values), max(values))
         title = make_title(group, f"Accuracy per task, {table.part} part (%)")
-        paths.append(save_figure(path, title, [panel]))
-    return paths
+        of = f" ({', '.join(group)})" if group else ""
+        text = f"Accuracy of every model on every task{of}; the numbers are in the leaderboard."
+        maps.append(Figure(save_figure(path, title, [panel]), text))
+    return maps
 
 
-def draw_shares(table: Table, folder: Path) -> list[Path]:
+def draw_shares(table: Table, folder: Path) -> list[Figure]:
     """Of every merger the share of each expert's value that it keeps, by task: `shares.png`.
 
     One file a group. Needs two tasks: one task's share is the normalized value.
     """
     groups = [group for group in table.groups if any(_list_merged(table, group))] if table.tasks[1:] else []
-    paths = []
+    text = "Of every merger the share of each expert's accuracy that it keeps, by task."
+    shares = []
     for path, group in name_files(folder, "shares", groups):
         experts = next((r for r in table.rows if r.group == group and r.kind == "expert"), None)
         if experts is None:
             continue
         panel = charts.chart_shares(table, list(_list_merged(table, group)), experts)
-        paths.append(save_figure(path, make_title(group, "Accuracy by task (% of the expert's)"), [panel]))
-    return paths
+        title = make_title(group, "Accuracy by task (% of the expert's)")
+        shares.append(Figure(save_figure(path, title, [panel]), text, folded=len(table.groups) > 1))
+    return shares
 
 
-def draw_costs(table: Table, folder: Path) -> list[Path]:
+def draw_costs(table: Table, folder: Path) -> list[Figure]:
     """Normalized accuracy over what a model cost in all, joined where nothing cheaper is better: `cost.png`.
 
     A panel a group has seconds; another the peak of an accelerator's memory while a model was made, where that
@@ -94,8 +101,14 @@ def draw_costs(table: Table, folder: Path) -> list[Path]:
             front = find_front([(x, row.normalized.mean or 0.0) for x, row in points])
             title = make_title(group, "")
             panels += [charts.chart_costs(title, own, names, front, name, _limit(points))] * bool(own)
+    if not panels:
+        return []
     heading = "Normalized accuracy (%) over what a model took"
-    return [save_figure(folder / "cost.png", heading, panels, 2 if len(costs) == 2 else 3)] if panels else []
+    text = (
+        "Normalized accuracy over the seconds that a model took in all, and over memory where it was "
+        "measured; nothing cheaper is better than those on the dashed line."
+    )
+    return [Figure(save_figure(folder / "cost.png", heading, panels, 2 if len(costs) == 2 else 3), text)]
 
 
 def _limit(points: Sequence[tuple[float, Row]]) -> list[tuple[float, float]]:
@@ -113,7 +126,7 @@ def find_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float
     return front
 
 
-def draw_training(groups: Mapping[str, Curves], folder: Path) -> list[Path]:
+def draw_training(groups: Mapping[str, Curves], folder: Path) -> list[Figure]:
     """Losses and validation accuracy over steps, a line per expert, at most `LINES_PER_FIGURE` a file.
 
     `groups` maps a title ("" for none) to its curves. Files: `training.png`, or `training-1-…png`, ….
@@ -125,14 +138,15 @@ def draw_training(groups: Mapping[str, Curves], folder: Path) -> list[Path]:
             (title, dict(drawn[start : start + LINES_PER_FIGURE]))
             for start in range(0, len(drawn), LINES_PER_FIGURE)
         ]
-    paths = []
-    for (path, (title,)), (_, curves) in zip(
-        name_files(folder, "training", [(title,) for title, _ in pages]), pages, strict=True
-    ):
+    text = "Training curves of the experts: losses and validation accuracy over steps."
+    files = name_files(folder, "training", [(title,) for title, _ in pages])
+    drawn_pages = []
+    for (path, (title,)), (_, curves) in zip(files, pages, strict=True):
         every = [point for points in curves.values() for point in points]
         panels = [_chart_curves(curves, m) for m in _MEASURES if any(m in point for point in every)]
-        paths.append(save_figure(path, title or "Training curves", panels))
-    return paths
+        png = save_figure(path, title or "Training curves", panels)
+        drawn_pages.append(Figure(png, text, folded=len(pages) > 2))
+    return drawn_pages
 
 
 _MEASURES = {
@@ -142,7 +156,7 @@ _MEASURES = {
 }
 
 
-def _chart_curves(curves: Curves, measure: str) -> charts.Chart:
+def _chart_curves(curves: Curves, measure: str) -> Chart:
     known = {name: [point for point in points if measure in point] for name, points in curves.items()}
     factor = 100.0 if measure == "val_accuracy" else 1.0
     series = {
@@ -150,12 +164,11 @@ def _chart_curves(curves: Curves, measure: str) -> charts.Chart:
         for name, points in known.items()
     }
     looks = {name: Look.choose(number) for number, name in enumerate(curves)}
-    positive = all(value > 0 for _, values in series.values() for value in values)
-    logarithmic = positive and measure != "val_accuracy"
-    return charts.chart_lines(_MEASURES[measure], "step", "", series, looks, logarithmic=logarithmic)
+    logarithmic = measure != "val_accuracy"
+    return figures.chart_lines(_MEASURES[measure], "step", "", series, looks, logarithmic=logarithmic)
 
 
-def draw_searches(groups: Mapping[str, Searches], order: Sequence[str], folder: Path) -> list[Path]:
+def draw_searches(groups: Mapping[str, Searches], order: Sequence[str], folder: Path) -> list[Figure]:
     """Validation normalized accuracy over the coefficient, the chosen point ringed: `coefficients.png`.
 
     `groups` maps a title ("" for none) to its searches, a panel each; `order` lists the mergers as the
@@ -176,10 +189,14 @@ def draw_searches(groups: Mapping[str, Searches], order: Sequence[str], folder: 
     }
     panels = [_chart_searches(title, searches, looks) for title, searches in groups.items()]
     heading = "Normalized accuracy on validation (%) over the coefficient"
-    return [save_figure(folder / "coefficients.png", heading, panels)]
+    text = (
+        "Validation accuracy, normalized by the experts', over the merging coefficient; the chosen "
+        "coefficients are ringed and stand in the leaderboard."
+    )
+    return [Figure(save_figure(folder / "coefficients.png", heading, panels), text)]
 
 
-def _chart_searches(title: str, searches: Searches, looks: Mapping[str, Look]) -> charts.Chart:
+def _chart_searches(title: str, searches: Searches, looks: Mapping[str, Look]) -> Chart:
     ordered = {
         display_name(label): sorted(searches[label], key=lambda point: point["coefficient"])
         for label in looks
@@ -191,7 +208,7 @@ def _chart_searches(title: str, searches: Searches, looks: Mapping[str, Look]) -
     }
     chosen = {name: [p["coefficient"] for p in points if p.get("chosen")] for name, points in ordered.items()}
     shown = {display_name(label): look for label, look in looks.items()}
-    return charts.chart_lines(
+    return figures.chart_lines(
         title, "coefficient α (ringed: chosen)", "normalized (%)", series, shown, chosen=chosen
     )
 

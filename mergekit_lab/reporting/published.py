@@ -1,86 +1,38 @@
-"""Published numbers next to ours: tables of papers as data, matched with a run's results.
+"""Published numbers next to ours: tables of papers, matched with a run's results.
 
-A file in `assets/published` holds one source's tables as rows of CSV below lines that start with `#` and say
-where they are from. `row` is a merger's label, `experts`, `zero_shot` or a measure of experts
-(`training_seconds`); `column` is a task, `average` or `normalized` (in percent), or another measure that the
-stage of the report knows. `when` says what decides the number (`training.steps=2000 mergers.tsvm.rank=16`), and
-`assets/published_tables.csv` what decides those of whole tables: a number stands beside a run only if the run
-is equal in all of it. `assets/protocols.csv` says what of that a paper prints, and what is ours.
+A number stands beside a run only if the run is equal in all that decides it; `paper_tables` says what does.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from statistics import mean
+from typing import NamedTuple
 
-from mergekit_lab.errors import InputError, suggest
+from mergekit_lab.errors import InputError
 from mergekit_lab.reporting.names import display_name
+from mergekit_lab.reporting.paper_tables import (
+    Published,
+    find_conditions,
+    find_doubt,
+    read_published,
+    replace_settings,
+)
 from mergekit_lab.reporting.records import write_text
 from mergekit_lab.reporting.writing import escape_markdown, join_markdown
 
 log = logging.getLogger(__name__)
 
-_ASSETS = Path(__file__).resolve().parent.parent / "assets" / "published"
-_TABLES = _ASSETS.parent / "published_tables.csv"
-_PROTOCOLS = _ASSETS.parent / "protocols.csv"
 _NAMED_BY_ROWS = ("_target_", "optimizer_of")
 _OF_EVERY_RUN = ("experts", "zero_shot", "training_seconds", "ks_distance", "mean_log_likelihood")
 FILE = "published.json"
-
-
-@dataclass(frozen=True)
-class Published:
-    """One number of one table."""
-
-    table: str
-    when: str
-    backbone: str
-    finetuning: str
-    optimizer: str
-    row: str
-    column: str
-    value: float
-
-
-@dataclass(frozen=True)
-class ProtocolLine:
-    """One setting of a paper's experiments.
-
-    Attributes:
-        experiments: patterns of their names, by blanks.
-        when: `key=value …` of a run that it is asked of.
-        key, value: `a|b` is either.
-        source: where it is printed, or `ours: why`.
-    """
-
-    experiments: str
-    when: str
-    key: str
-    value: str
-    source: str
-
-    def is_of(self, experiment: str) -> bool:
-        return any(fnmatch(experiment, pattern) for pattern in self.experiments.split())
-
-    @property
-    def is_ours(self) -> bool:
-        return self.source.startswith("ours")
-
-
-@cache
-def read_protocols() -> list[ProtocolLine]:
-    """The shipped table of protocols."""
-    lines = _drop_comments(_PROTOCOLS.read_text().splitlines())
-    return [ProtocolLine(**row) for row in csv.DictReader(lines)]
 
 
 @dataclass(frozen=True)
@@ -140,90 +92,6 @@ class Beside:
         return None if self.ours is None else self.ours - self.published
 
 
-def read_published(name: str) -> list[Published]:
-    """A table, `<source> <table>` such as `saft C3`.
-
-    Raises:
-        InputError: there is no such source or table.
-    """
-    source, _, table = name.partition(" ")
-    known = sorted(path.stem for path in _ASSETS.glob("*.csv"))
-    if source not in known:
-        raise InputError(f"published: there is no source {source!r}{suggest(source, known)}")
-    lines = (_ASSETS / f"{source}.csv").read_text().splitlines()
-    rows = [Published(**{**row, "value": float(row["value"])}) for row in csv.DictReader(_drop_comments(lines))]  # type: ignore[arg-type]
-    tables = {row.table for row in rows}
-    if table not in tables:
-        raise InputError(f"published: {source} has no table {table!r}{suggest(table, tables)}")
-    return [row for row in rows if row.table == table]
-
-
-@cache
-def find_conditions(name: str, optimizer: str = "", row: str = "") -> tuple[frozenset[str], dict[str, str]]:
-    """What a run must be to stand beside a table's numbers of an optimizer and a row.
-
-    Its tasks (none: the rows name them), and values by key: `a|b` is either, and a key with a `?` at its end is
-    asked only of runs that have it. The whole table's are those that narrow nothing.
-
-    Raises:
-        InputError: the table has no tasks in the file of conditions.
-    """
-    source, _, table = name.partition(" ")
-    tasks: frozenset[str] | None = None
-    settings: dict[str, str] = {}
-    for line in csv.DictReader(_drop_comments(_TABLES.read_text().splitlines())):
-        own = line["source"] == source
-        if not (own or line["source"] == "*") or not {table, "*"} & {*line["tables"].split(";")}:
-            continue
-        if line["optimizer"] in ("", optimizer) and line["row"] in ("", row):
-            settings = _replace_settings(settings, line["when"])
-            if own and not line["optimizer"] and not line["row"]:
-                tasks = frozenset(filter(None, line["tasks"].split("+"))) or tasks or frozenset()
-    if tasks is None:
-        raise InputError(f"published: {name} has no conditions in {_TABLES.name}")
-    return tasks, settings
-
-
-def _replace_settings(settings: Mapping[str, str], when: str) -> dict[str, str]:
-    """The settings with those of `key=value …`, which replace the same key and the keys it is inside of."""
-    kept = dict(settings)
-    for pair in when.split():
-        key, _, value = pair.partition("=")
-        name = key.removesuffix("?")
-        kept = {k: v for k, v in kept.items() if not f"{name}.".startswith(f"{k.removesuffix('?')}.")}
-        kept[key] = value
-    return kept
-
-
-@cache
-def read_doubts(source: str) -> list[tuple[str, ...]]:
-    """Tables, rows, columns and text of the lines `# Doubtful: …` of a source's header; patterns, by blanks.
-
-    A row is its name, or `NAME@BACKBONE+FINETUNING+OPTIMIZER`.
-    """
-    lines = (_ASSETS / f"{source}.csv").read_text().splitlines()
-    marked = [line.removeprefix("# Doubtful: ") for line in lines if line.startswith("# Doubtful: ")]
-    return [tuple(part.strip() for part in line.split("|", 3)) for line in marked]
-
-
-def find_doubt(source: str, row: Published) -> str:
-    """What makes a published number doubtful; empty where nothing is known to."""
-    where = f"{row.row}@{row.backbone}+{row.finetuning}+{row.optimizer}"
-    cells = ((row.table,), (row.row, where), (row.column,))
-    return "; ".join(
-        text
-        for *patterns, text in read_doubts(source)
-        if all(
-            any(fnmatch(name, each) for name in names for each in pattern.split())
-            for names, pattern in zip(cells, patterns, strict=True)
-        )
-    )
-
-
-def _drop_comments(lines: Iterable[str]) -> list[str]:
-    return [line for line in lines if line and not line.startswith("#")]
-
-
 def set_beside(
     name: str,
     measured: Callable[[str, str], float | None],
@@ -257,7 +125,7 @@ def set_beside(
         alone = row.row in _OF_EVERY_RUN and row.column not in ("average", "normalized")
         if any(value != getattr(row, axis) for axis, value in axes.items()) or not (together or alone):
             continue
-        settings = _replace_settings(find_conditions(name, row.optimizer, row.row)[1], row.when)
+        settings = replace_settings(find_conditions(name, row.optimizer, row.row)[1], row.when)
         other = [
             f"{key.removesuffix('?')}={value}"
             for key, value in settings.items()
@@ -364,8 +232,7 @@ def format_numbers(rows: Sequence[Beside]) -> list[tuple[str, ...]]:
     ]
 
 
-@dataclass(frozen=True)
-class Basis:
+class Basis(NamedTuple):
     """What of a published row is equal, what its source does not print, and what is doubtful."""
 
     name: str

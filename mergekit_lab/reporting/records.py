@@ -19,6 +19,10 @@ from mergekit_lab.errors import InputError, join_names, suggest
 KINDS = ("zero_shot", "expert", "checkpoint", "merged", "joint")
 """What was evaluated, in the order a table shows it."""
 
+_IDENTITY = (
+    *("backbone", "suite", "finetuning", "optimizer", "kind", "merger", "model", "task", "part", "metric"),
+    *("seed", "evaluation_key"),
+)
 _LABELS = {"zero_shot": "zero-shot", "expert": "experts", "joint": "+joint"}
 
 
@@ -113,20 +117,7 @@ class Record:
     @property
     def identity(self) -> tuple[Any, ...]:
         """Equal for two records exactly when they tell of the same evaluation in the same cell."""
-        return (
-            self.backbone,
-            self.suite,
-            self.finetuning,
-            self.optimizer,
-            self.kind,
-            self.merger,
-            self.model,
-            self.task,
-            self.part,
-            self.metric,
-            self.seed,
-            self.evaluation_key,
-        )
+        return tuple(getattr(self, name) for name in _IDENTITY)
 
 
 @dataclass(frozen=True)
@@ -205,9 +196,9 @@ def read_records(path: Path) -> list[Record]:
     return records
 
 
-def strip_controls(text: str) -> str:
+def strip_controls(text: object) -> str:
     """The text without control characters other than the end of a line and tabs: terminals obey them."""
-    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
+    return "".join(c for c in str(text) if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
 _TYPES = {

@@ -16,16 +16,18 @@ from typing import Any
 
 from mergekit_lab.errors import say_duration
 from mergekit_lab.reporting import html, plots
-from mergekit_lab.reporting.bootstrap import Samples, add_intervals
+from mergekit_lab.reporting.bootstrap import add_intervals
 from mergekit_lab.reporting.checks import find_warnings
 from mergekit_lab.reporting.cross_table import CrossTable, tabulate_across
+from mergekit_lab.reporting.drawing import Figure
+from mergekit_lab.reporting.leaderboard import build_table
 from mergekit_lab.reporting.origin import Origin, list_commands
 from mergekit_lab.reporting.plots import Curves, Searches
-from mergekit_lab.reporting.published import Beside, unite, write_published
+from mergekit_lab.reporting.published import unite, write_published
 from mergekit_lab.reporting.records import Failure, Record, Timing, deduplicate, write_records, write_text
 from mergekit_lab.reporting.run_files import RunFiles, read_run
 from mergekit_lab.reporting.summary import describe
-from mergekit_lab.reporting.tables import AXES, Table, build_table
+from mergekit_lab.reporting.tables import AXES, Table
 from mergekit_lab.reporting.writing import escape_markdown, to_csv, to_latex, to_markdown
 
 log = logging.getLogger(__name__)
@@ -48,53 +50,16 @@ class ReportPaths:
     """What gave no result, as far as the report knows."""
 
 
-def write_report(
-    out_dir: Path | str,
-    records: Iterable[Record],
-    *,
-    curves: Curves,
-    searches: Searches,
-    config_yaml: str,
-    timings: Mapping[str, Timing],
-    failures: Sequence[Failure] = (),
-    samples: Samples | None = None,
-    published: Sequence[Beside] = (),
-    origin: Origin | None = None,
-    title: str,
-) -> ReportPaths:
-    """Write one run's records and every view of them into `out_dir`.
-
-    Args:
-        records: this run's evaluations; one that is repeated counts once.
-        curves: training curves by expert, see `plots.Curves`; empty where nothing was trained.
-        searches: coefficient searches by merger, see `plots.Searches`.
-        config_yaml: the composed configuration; shown as it is, so it must hold no secret.
-        timings: by stage, in the order run.
-        failures: what gave no result.
-        samples: what every test sample contributed, by evaluation key; averages get intervals from it.
-        published: published numbers with ours.
-        origin: how the run was made.
-    """
-    run = RunFiles(
-        Path(out_dir),
-        deduplicate(records),
-        curves,
-        searches,
-        timings,
-        samples or {},
-        published,
-        config_yaml,
-        origin,
-    )
+def write_report(run: RunFiles, title: str) -> ReportPaths:
+    """Write one run's records, what its views are drawn from, and every view, into its folder."""
     run.write()
-    return _write_views(run.folder, {"": run}, failures, title, origin)
+    return _write_views(run.folder, {"": run}, (), title, run.origin)
 
 
 def compare(
     run_dirs: Iterable[Path | str],
     out_dir: Path | str,
     *,
-    failures: Sequence[Failure] = (),
     origin: Origin | None = None,
     title: str = "Comparison",
 ) -> ReportPaths:
@@ -108,9 +73,9 @@ def compare(
     """
     outcomes = [read_run(run_dir) for run_dir in map(Path, run_dirs)]
     runs = [outcome for outcome in outcomes if isinstance(outcome, RunFiles)]
-    failed = [*failures, *(outcome for outcome in outcomes if isinstance(outcome, Failure))]
+    failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
     names = _shorten_names([run.folder for run in runs])
-    return _write_views(Path(out_dir), dict(zip(names, runs, strict=True)), failed, title, origin)
+    return _write_views(Path(out_dir), dict(zip(names, runs, strict=True)), failures, title, origin)
 
 
 def write_cross_table(folder: Path, records: Iterable[Record], table: str, measure: str) -> CrossTable:
@@ -187,59 +152,25 @@ def _add_timings(runs: Iterable[RunFiles]) -> dict[str, Timing]:
 
 def _draw_figures(
     folder: Path, table: Table, curves: Mapping[str, Curves], searches: Mapping[str, Searches]
-) -> list[html.Figure]:
+) -> list[Figure]:
     if folder.is_dir():
         for path in folder.iterdir():
             if _OUR_FIGURES.fullmatch(path.name):
                 path.unlink()  # a report that has fewer figures than its predecessor must not show old ones
-    bars, training = plots.explain_error_bars(table), plots.draw_training(curves, folder)
-    heat_maps = zip(plots.draw_heat_maps(table, folder), table.groups, strict=True)
-    captions: list[tuple[list[Path], str, bool]] = [
-        (
-            plots.draw_mergers(table, folder),
-            "Average and normalized accuracy of every merger; the numbers are in the leaderboard."
-            + (f" Lines at the bars' ends: {bars}." if bars else ""),
-            False,
-        ),
-        *(
-            (
-                [path],
-                f"Accuracy of every model on every task{_name_group(group)}; the numbers are in the "
-                "leaderboard.",
-                False,
-            )
-            for path, group in heat_maps
-        ),
-        (
-            plots.draw_searches(searches, table.mergers, folder),
-            "Validation accuracy, normalized by the experts', over the merging coefficient; "
-            "the chosen coefficients are ringed and stand in the leaderboard.",
-            False,
-        ),
-        (
-            plots.draw_costs(table, folder),
-            "Normalized accuracy over the seconds that a model took in all, and over memory where it was "
-            "measured; nothing cheaper is better than those on the dashed line.",
-            False,
-        ),
-        (
-            plots.draw_shares(table, folder),
-            "Of every merger the share of each expert's accuracy that it keeps, by task.",
-            len(table.groups) > 1,
-        ),
-        (
-            training,
-            "Training curves of the experts: losses and validation accuracy over steps.",
-            len(training) > 2,
-        ),
+    return [
+        *plots.draw_mergers(table, folder),
+        *plots.draw_heat_maps(table, folder),
+        *plots.draw_searches(searches, table.mergers, folder),
+        *plots.draw_costs(table, folder),
+        *plots.draw_shares(table, folder),
+        *plots.draw_training(curves, folder),
     ]
-    return [html.Figure(path, text, folded=folded) for paths, text, folded in captions for path in paths]
 
 
-def _list_analyses(folders: Mapping[str, Path]) -> list[html.Figure]:
+def _list_analyses(folders: Mapping[str, Path]) -> list[Figure]:
     """Figures of analyses that lie in the folders of runs; of several runs they are folded."""
     return [
-        html.Figure(
+        Figure(
             path,
             f"Analysis {path.stem}{f' of {run}' if run else ''}; its numbers are in analysis/{path.stem}.json.",
             folded=bool(run),
@@ -248,10 +179,6 @@ def _list_analyses(folders: Mapping[str, Path]) -> list[html.Figure]:
         for path in sorted((folder / "analysis").glob("*.png"))
         if path.is_file()
     ]
-
-
-def _name_group(group: tuple[str, ...]) -> str:
-    return f" ({', '.join(group)})" if group else ""
 
 
 def _write_summary(page: html.Page) -> str:

@@ -32,21 +32,24 @@ class RunFiles:
     Attributes:
         folder: where they are.
         records: `records.jsonl`, which is a report's own file and is written with its views.
-        curves, searches, timings: in JSON files of these names.
-        samples: `samples.npz`, what every test sample contributed; no file where there are none.
+        config_yaml: `config.yaml`, the composed configuration; it is shown as it is.
+        curves: `curves.json`, training curves by expert; see `plots.Curves`.
+        searches: `searches.json`, coefficient searches by merger; see `plots.Searches`.
+        timings: `timings.json`, by stage in the order run.
+        samples: `samples.npz`, what every test sample contributed, by evaluation key, from which averages get
+            intervals; no file where there are none.
         published: published numbers with ours.
-        config_yaml: `config.yaml`, the composed configuration.
         origin: `origin.json`, how the run was made; no file where it is not known.
     """
 
     folder: Path
     records: list[Record]
+    config_yaml: str = ""
     curves: Curves = field(default_factory=dict)
     searches: Searches = field(default_factory=dict)
     timings: Mapping[str, Timing] = field(default_factory=dict)
     samples: Samples = field(default_factory=dict)
     published: Sequence[Beside] = ()
-    config_yaml: str = ""
     origin: Origin | None = None
 
     def write(self) -> None:
@@ -70,16 +73,11 @@ def read_run(folder: Path) -> RunFiles | Failure:
                 raise InputError(f"{folder / file} is a pipe or a device, not a file")
         if (folder / "failure.json").exists():
             failure = _read_object(folder / "failure.json")
-            return Failure(
-                name,
-                strip_controls(str(failure.get("error", "failed without a message"))),
-                tuple(strip_controls(str(each)) for each in failure.get("overrides", ())),
-            )
+            error = strip_controls(failure.get("error", "failed without a message"))
+            return Failure(name, error, tuple(map(strip_controls, failure.get("overrides", ()))))
         if not (folder / "records.jsonl").exists():
-            return Failure(
-                name,
-                "no records.jsonl: the run did not reach its report" if folder.is_dir() else "no such folder",
-            )
+            unreported = "no records.jsonl: the run did not reach its report"
+            return Failure(name, unreported if folder.is_dir() else "no such folder")
         records = read_records(folder / "records.jsonl")
         if not records and not any((folder / "analysis").glob("*.png")):
             return Failure(name, "records.jsonl is empty")
@@ -91,7 +89,7 @@ def read_run(folder: Path) -> RunFiles | Failure:
         config = (folder / CONFIG).read_text(encoding="utf-8") if (folder / CONFIG).exists() else ""
         samples, published = _read_samples(folder), read_beside(folder)
         origin = read_origin(folder)
-        return RunFiles(folder, records, curves, searches, timings, samples, published, config, origin)
+        return RunFiles(folder, records, config, curves, searches, timings, samples, published, origin)
     except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
         return Failure(name, str(error))
 

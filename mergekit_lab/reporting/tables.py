@@ -1,17 +1,10 @@
-"""The leaderboard: models × tasks, from records; `writing` writes it.
+"""What tables hold: cells, rows, and the sheet that `writing` writes of every kind of table."""
 
-Values are never averaged over anything but seeds, and a mean over tasks is shown only where every task
-of the group was evaluated, so that two numbers in one column always mean the same thing.
-"""
-
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from statistics import mean, stdev
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from mergekit_lab.reporting.names import display_name
-from mergekit_lab.reporting.records import KINDS, Record, deduplicate
 
 AXES = ("backbone", "suite", "finetuning", "optimizer")
 """What a group of rows has in common; an axis with one value is not shown."""
@@ -156,7 +149,7 @@ class Table:
     def make_sheet(self, name: Callable[[str], str] = display_name) -> Sheet:
         """The table to write; `name` returns a label's display name."""
         readers = any(row.reads_test_inputs for row in self.rows)
-        compared = _find_competing_kind(self.rows)
+        compared = find_competing_kind(self.rows)
 
         def format_row(row: Row) -> tuple[str, ...]:
             reads = "test inputs" if row.reads_test_inputs else MISSING
@@ -190,237 +183,11 @@ class Table:
         return flat
 
 
-def select_part(records: Iterable[Record]) -> tuple[str, list[Record]]:
-    """The part that tables show, "test" if there is one, else the first met; and its evaluations, each once."""
-    everything = deduplicate(records)
-    part = "test" if any(r.part == "test" for r in everything) or not everything else everything[0].part
-    return part, [record for record in everything if record.part == part]
-
-
-def build_table(records: Iterable[Record], *, like: Table | None = None) -> Table:
-    """The table of one part.
-
-    `like` gives axes and tasks of a larger table, so that the rows of both have the same columns. Of a task
-    with several metrics the first met counts.
-    """
-    part, of_part = select_part(records)
-    shown = keep_first_metric(of_part)
-    metric = {record.task: record.metric for record in shown}
-
-    axes = tuple(axis for axis in AXES if len({getattr(record, axis) for record in shown}) > 1)
-    axes = axes if like is None else like.axes
-    groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
-    for record in shown:
-        groups[tuple(getattr(record, axis) for axis in AXES)].append(record)
-    tasks = tuple(metric) if like is None else like.tasks
-    rows: list[Row] = []
-    conflicts: list[str] = []
-    for members in groups.values():
-        group = tuple(getattr(members[0], axis) for axis in axes)
-        rows += _group_rows(group, members, tasks, conflicts)
-    notes = (*_write_notes(part, rows, metric, sorted({record.metric for record in of_part})), *conflicts)
-    return Table(axes, tasks, tuple(rows), part, notes)
-
-
-def keep_first_metric(records: Iterable[Record]) -> list[Record]:
-    """Of a task with several metrics the records of the first met."""
-    metric: dict[str, str] = {}
-    return [record for record in records if metric.setdefault(record.task, record.metric) == record.metric]
-
-
-def summarize(records: Iterable[Record], tasks: Collection[str], measure: str = "value") -> Cell:
-    """The mean over tasks, then mean and deviation over the seeds that have the measure of every task.
-
-    Of several records of one task and seed the first counts. `measure` is an attribute of `Record`.
-    """
-    by_seed: dict[int, dict[str, float | None]] = defaultdict(dict)
-    for record in records:
-        by_seed[record.seed].setdefault(record.task, getattr(record, measure))
-    means = []
-    for values in by_seed.values():
-        known = [value for task, value in values.items() if task in tasks and value is not None]
-        if known and len(known) == len(tasks):
-            means.append(mean(known))
-    return Cell(mean(means), stdev(means) if len(means) > 1 else None) if means else Cell()
-
-
-def _group_rows(
-    group: tuple[str, ...], members: Sequence[Record], tasks: tuple[str, ...], conflicts: list[str]
-) -> list[Row]:
-    names = distinguish_labels(members)
-    by_row: dict[tuple[int, str], list[Record]] = defaultdict(list)
-    for record in members:
-        label = names.get((record.label, record.model_key), record.label)
-        by_row[KINDS.index(record.kind), label].append(record)
-    needed = {record.task for record in members}
-    rows = []
-    for (kind, label), of_row in sorted(by_row.items(), key=lambda item: item[0][0]):
-        row = _make_row(group, KINDS[kind], label, of_row, tasks, needed, conflicts)
-        rows.append(replace(row, **_sum_costs(row.kind, of_row, members)))
-    return _mark_rows(rows)
-
-
-_MERGED_FROM = ("expert", "checkpoint")
-
-
-def _sum_costs(kind: str, of_row: Sequence[Record], members: Sequence[Record]) -> dict[str, Any]:
-    """`seconds` and `peak_bytes` of a row; a merged model costs its experts too."""
-    if kind not in ("merged", "joint"):
-        return {}
-    peaks = [r.model_peak_memory_bytes for r in of_row if r.model_peak_memory_bytes is not None]
-    own = {record.seed: record.model_seconds for record in of_row}
-    seconds: list[float | None] = []
-    for seed, of_seed in own.items():
-        trained = {r.model_key: r.model_seconds for r in members if r.kind in _MERGED_FROM and r.seed == seed}
-        parts = [of_seed, *(trained.values() if kind == "merged" else ())]
-        known = [part for part in parts if part is not None]
-        seconds.append(sum(known) if len(known) == len(parts) else None)
-    whole = [each for each in seconds if each is not None]
-    return {
-        "seconds": mean(whole) if whole and len(whole) == len(seconds) else None,
-        "peak_bytes": max(peaks, default=None),
-    }
-
-
-def distinguish_labels(records: Iterable[Record]) -> dict[tuple[str, str], str]:
-    """Labels by (label, model key) for mergers that ran more than once in one group under one label and seed.
-
-    They are told apart by their coefficients if these differ, else by the model's key.
-    """
-    runs: dict[tuple[str, tuple[Any, ...]], dict[str, float | None]] = defaultdict(dict)
-    for record in records:
-        if record.kind == "merged":
-            where = tuple(getattr(record, axis) for axis in (*AXES, "seed"))
-            runs[record.label, where][record.model_key] = record.coefficient
-    ambiguous = {label for (label, _), models in runs.items() if len(models) > 1}
-    by_key = {label for (label, _), models in runs.items() if len(set(models.values())) < len(models)}
-    return {
-        (label, key): f"{label} ({key[:8]})"
-        if label in by_key or coefficient is None
-        else f"{label} (α={coefficient:g})"
-        for (label, _), models in runs.items()
-        if label in ambiguous
-        for key, coefficient in models.items()
-    }
-
-
-def _make_row(
-    group: tuple[str, ...],
-    kind: str,
-    label: str,
-    of_row: Sequence[Record],
-    tasks: tuple[str, ...],
-    needed: set[str],
-    conflicts: list[str],
-) -> Row:
-    cells: dict[str, dict[int, Record]] = {task: {} for task in tasks}
-    conflicts += [
-        f"{' / '.join((*group, display_name(label)))}, {record.task}, seed {record.seed}: several evaluations "
-        "differ in something no axis names; the first is shown."
-        for record in of_row
-        if cells[record.task].setdefault(record.seed, record) is not record
-    ]
-    return Row(
-        group,
-        label,
-        kind,
-        cells=(
-            *(summarize(of_task.values(), [task]) for task, of_task in cells.items()),
-            summarize(of_row, needed),
-            summarize(of_row, needed, "normalized"),
-        ),
-        reads_test_inputs=any(record.reads_test_inputs for record in of_row),
-        chosen=tuple(sorted({record.chosen for record in of_row if record.chosen})),
-        coefficients=tuple(sorted({r.coefficient for r in of_row if r.coefficient is not None})),
-        seeds=tuple(sorted({record.seed for record in of_row})),
-        evaluations=tuple(
-            (seed, task, record.evaluation_key)
-            for task, of_task in cells.items()
-            for seed, record in of_task.items()
-        ),
-    )
-
-
-def _mark_rows(rows: Sequence[Row]) -> list[Row]:
-    kind = _find_competing_kind(rows)
-    compared = [row for row in rows if row.kind == kind]
-    if len(compared) < 2:
-        return list(rows)
-    columns = [mark_best(column) for column in zip(*(row.cells for row in compared), strict=True)]
-    lines = iter(zip(*columns, strict=True))
-    return [replace(row, cells=next(lines)) if row.kind == kind else row for row in rows]
-
-
-def _find_competing_kind(rows: Iterable[Row]) -> str:
+def find_competing_kind(rows: Iterable[Row]) -> str:
     """Of which rows the best are marked: of mergers, and of checkpoints where nothing was merged."""
     return "merged" if any(row.kind == "merged" for row in rows) else "checkpoint"
-
-
-def mark_best(column: Sequence[Cell]) -> list[Cell]:
-    """The best and, of three different values or more, the second, at the precision shown."""
-    shown = [None if cell.mean is None else round(cell.mean, 3) for cell in column]
-    ranks = sorted({value for value in shown if value is not None}, reverse=True)
-    second = ranks[1] if len(ranks) > 2 else None
-    return [
-        cell if value is None else replace(cell, best=value == ranks[0], second=value == second)
-        for cell, value in zip(column, shown, strict=True)
-    ]
-
-
-def _write_notes(part: str, rows: Sequence[Row], metric: dict[str, str], met: Sequence[str]) -> list[str]:
-    if not rows:
-        return ["No evaluation was recorded."]
-    seeds = sorted({seed for row in rows for seed in row.seeds})
-    over = f"; mean ± standard deviation over seeds {_join_numbers(seeds)}" if len(seeds) > 1 else ""
-    of = "the best checkpoint" if any(row.kind == "checkpoint" for row in rows) else "the task's expert"
-    notes = [
-        f"Percent on the {part} part{over}.",
-        f"Normalized: the mean over tasks of value ÷ {of} on the same part.",
-    ]
-    if any(row.kind == "joint" for row in rows):
-        notes.append("+joint is trained on all tasks at once: the upper reference.")
-    if any(cell.best for row in rows for cell in row.cells):
-        best = {"merged": "merger"}.get(_find_competing_kind(rows), "checkpoint")
-        notes.append(f"Bold: the best {best} of its group in that column.")
-    if any(row.reads_test_inputs for row in rows):
-        notes.append(
-            "Reads test inputs: learned from the test part's inputs, without their labels; others are not."
-        )
-    if len(met) > 1:
-        of_tasks = ", ".join(f"{task} {name}" for task, name in metric.items())
-        others = sorted(set(met) - set(metric.values()))
-        notes.append(
-            f"Metrics: {of_tasks}." + (f" Recorded but not shown: {', '.join(others)}." if others else "")
-        )
-    notes += [
-        f"{' / '.join((*row.group, row.name))}: validation chose {chosen}."
-        for row in rows
-        for chosen in row.chosen
-    ]
-    notes += note_strengths([row.average.mean for row in rows if row.kind == "expert"])
-    notes += [
-        f"{' / '.join((*row.group, row.name))} has only seeds {_join_numbers(row.seeds)}."
-        for row in rows
-        if list(row.seeds) != seeds
-    ]
-    return notes
-
-
-def _join_numbers(values: Iterable[int]) -> str:
-    return ", ".join(map(str, values))
 
 
 def to_percent(value: float) -> str:
     """ "91.3" of 0.913."""
     return f"{100 * value:.1f}"
-
-
-def note_strengths(averages: Iterable[float | None]) -> list[str]:
-    """A warning to the reader where experts of several groups differ by a point of percent or more."""
-    known = sorted(average for average in averages if average is not None)
-    if not known or known[-1] - known[0] < 0.01:
-        return []
-    return [
-        f"Experts differ in strength, from {to_percent(known[0])} to {to_percent(known[-1])} on average: "
-        "normalized values flatter the weaker ones, so compare the values themselves too."
-    ]

@@ -2,14 +2,17 @@
 decides.
 """
 
+from __future__ import annotations
+
 import csv
 import io
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.paths import is_stream
@@ -50,15 +53,37 @@ class Product:
 
 @dataclass(frozen=True)
 class Start:
-    """What a tracker knows of a run when it begins; see `Tracker.start`."""
+    """What a tracker knows of a run when it begins.
+
+    Attributes:
+        config: the composed one, plain types; `choices` in it are the options taken, by group.
+        folder: where the run keeps its files.
+        identity: equal for two runs of which the second goes on where the first was cut.
+        tags: what to find the run by among many.
+    """
 
     config: Mapping[str, Any]
     folder: Path
     name: str
-    group: str | None
-    job_type: str | None
-    identity: str | None
-    tags: tuple[str, ...] = ()
+    group: str | None = None
+    job_type: str | None = None
+    identity: str | None = None
+    tags: Sequence[str] = ()
+
+
+Log = TypeVar("Log", bound=Callable[..., None])
+
+
+def guard(log: Log) -> Log:
+    """Make a tracker's method do nothing where no run is open, and warn where it fails."""
+
+    @wraps(log)
+    def log_if_open(self: Tracker, *args: Any, **kwargs: Any) -> None:
+        if self._open is not None:
+            with self._warn_of_failures(log.__name__):
+                log(self, *args, **kwargs)
+
+    return cast(Log, log_if_open)
 
 
 class Tracker:
@@ -70,6 +95,8 @@ class Tracker:
 
     name = "no logger"
     """As a warning calls it."""
+    _open: Any = None
+    """What a tracker writes to between `start` and `finish`."""
     _warned = False
 
     @contextmanager
@@ -85,29 +112,14 @@ class Tracker:
             _LOG.warning("%s: %s", self.name, message)
         self._warned = True
 
-    def start(
-        self,
-        config: Mapping[str, Any],
-        *,
-        run_dir: Path | str,
-        name: str,
-        group: str | None = None,
-        job_type: str | None = None,
-        identity: str | None = None,
-        tags: Sequence[str] = (),
-    ) -> None:
-        """Begin a run that keeps its files under `run_dir`.
-
-        Args:
-            config: the composed one, plain types; `choices` in it are the options taken, by group.
-            identity: equal for two runs of which the second goes on where the first was cut.
-            tags: what to find the run by among many.
-        """
+    def start(self, start: Start) -> None:
+        """Begin a run."""
+        self._open = None
         with self._warn_of_failures("start"):
-            self._begin(Start(config, Path(run_dir), name, group, job_type, identity, tuple(tags)))
+            self._open = self._begin(start)
 
-    def _begin(self, start: Start) -> None:
-        """What a tracker does when a run begins; it may fail."""
+    def _begin(self, start: Start) -> Any:
+        """What the tracker writes this run to; it may fail."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Metrics of one step. Names may change between calls; steps need not ascend."""
@@ -126,6 +138,13 @@ class Tracker:
 
     def finish(self) -> None:
         """Flush and close."""
+        if self._open is not None:
+            with self._warn_of_failures("finish"):
+                self._end()
+            self._open = None
+
+    def _end(self) -> None:
+        """What a tracker does when a run ends; it may fail."""
 
 
 class CsvTracker(Tracker):
@@ -137,46 +156,33 @@ class CsvTracker(Tracker):
 
     name = "csv"
 
-    def __init__(self) -> None:
-        self._folder: Path | None = None
+    def _begin(self, start: Start) -> Path:
+        start.folder.mkdir(parents=True, exist_ok=True)
+        path = start.folder / "metrics.csv"
         self._columns: list[str] = []
-        self._readable = False
-
-    def _begin(self, start: Start) -> None:
-        self._folder = start.folder
-        self._columns, self._readable = [], False
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / "metrics.csv"
         if path.exists():
             self._columns, rows = _read(path)
             # a run killed in mid-line left a row that would swallow the next one
-            self._rewrite(rows, self._columns)
-        self._readable = True
+            _rewrite(path, rows, self._columns)
+        return path
 
+    @guard
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        if self._folder is None:
-            raise RuntimeError("CsvTracker.log before start")
-        if not self._readable:
-            return
-        path = self._folder / "metrics.csv"
-        with self._warn_of_failures("log"):
-            row = {"step": step, **{quote_formula(name): value for name, value in metrics.items()}}
-            if new := [name for name in row if name not in self._columns]:
-                self._rewrite(_read(path)[1] if path.exists() else [], [*self._columns, *new])
-                self._columns += new
-            with path.open("a", encoding="utf-8", newline="") as file:
-                csv.DictWriter(file, self._columns).writerow(row)
+        path = self._open
+        row = {"step": step, **{quote_formula(name): value for name, value in metrics.items()}}
+        if new := [name for name in row if name not in self._columns]:
+            _rewrite(path, _read(path)[1] if path.exists() else [], [*self._columns, *new])
+            self._columns += new
+        with path.open("a", encoding="utf-8", newline="") as file:
+            csv.DictWriter(file, self._columns).writerow(row)
 
-    def finish(self) -> None:
-        self._folder = None
 
-    def _rewrite(self, rows: list[dict[str, str]], columns: list[str]) -> None:
-        assert self._folder is not None
-        text = io.StringIO()
-        writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
-        write_text(self._folder / "metrics.csv", text.getvalue())
+def _rewrite(path: Path, rows: list[dict[str, str]], columns: list[str]) -> None:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
@@ -186,3 +192,49 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
         reader = csv.DictReader(file)
         rows = list(reader)
     return list(reader.fieldnames or ()), rows
+
+
+class TensorBoardTracker(Tracker):
+    """Metrics over steps, the leaderboard's means, and figures, in `tensorboard/JOB` of a run's folder.
+
+    `tensorboard --logdir FOLDER` shows the event files, which tensorboardX writes.
+
+    Raises `InputError` if tensorboardX is not installed.
+    """
+
+    name = "tensorboard"
+
+    def __init__(self) -> None:
+        try:
+            import tensorboardX
+        except ImportError as error:
+            raise InputError(
+                f"logger=tensorboard needs tensorboardX ({error}): pip install 'mergekit_lab[tensorboard]'"
+            ) from None
+        self._make: Any = tensorboardX.SummaryWriter
+
+    def _begin(self, start: Start) -> Any:
+        return self._make(str(start.folder / "tensorboard" / (start.job_type or start.name)))
+
+    @guard
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._open.add_scalar(name, value, step)
+
+    @guard
+    def log_summary(self, table: Table) -> None:
+        for row in table.rows:
+            for measure, cell in (("average", row.average), ("normalized", row.normalized)):
+                if cell.mean is not None:
+                    self._open.add_scalar("/".join((*row.group, row.label, measure)), cell.mean)
+
+    @guard
+    def log_figure(self, name: str, path: Path | str) -> None:
+        import numpy as np
+        from PIL import Image
+
+        pixels = np.asarray(Image.open(path, formats=["PNG"]).convert("RGB"))
+        self._open.add_image(name, pixels, dataformats="HWC")
+
+    def _end(self) -> None:
+        self._open.close()

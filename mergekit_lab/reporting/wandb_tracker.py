@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from mergekit_lab.errors import InputError
 from mergekit_lab.reporting.records import Record
 from mergekit_lab.reporting.tables import Table
-from mergekit_lab.reporting.trackers import Product, Start, Tracker
+from mergekit_lab.reporting.trackers import Product, Start, Tracker, guard
 
 log = logging.getLogger(__name__)
 _MODES = ("online", "offline", "disabled")
@@ -68,15 +68,14 @@ class WandbTracker(Tracker):
             raise InputError(f"wandb mode {mode!r}: one of {', '.join(_MODES)}, or null")
         self.project, self.entity, self.mode = project, entity, mode
         self.weights, self.resume = weights, resume
-        self._run: Any = None
         self._folder = Path()
         self._logged: dict[str, Any] = {}
         self._here: set[str] = set()
         self._used: set[str] = set()
         self._unreachable = self._told = False
 
-    def _begin(self, start: Start) -> None:
-        self._run, self._folder, self._here, self._used = None, start.folder, set(), set()
+    def _begin(self, start: Start) -> Any:
+        self._folder, self._here, self._used = start.folder, set(), set()
         self._folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
@@ -106,7 +105,7 @@ class WandbTracker(Tracker):
         }
         try:
             again: Any = "allow" if self.resume and start.identity and mode == "online" else None
-            self._run = wandb.init(mode=mode, resume=again, **arguments)
+            run = wandb.init(mode=mode, resume=again, **arguments)
         except Exception as error:
             if mode != "online":
                 raise
@@ -114,117 +113,95 @@ class WandbTracker(Tracker):
             self._warn(f"online start failed ({error}); the run is tracked offline")
             if arguments["id"]:
                 arguments["id"] += "-offline"  # wandb's service holds the id of what it could not start
-            self._run = wandb.init(mode="offline", **arguments)
+            run = wandb.init(mode="offline", **arguments)
         # wandb drops what is logged to a step lower than the last; every expert starts at 0
-        self._run.define_metric("*", step_metric="step")
+        run.define_metric("*", step_metric="step")
+        return run
 
+    @guard
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._send("log", {**metrics, "step": step})
+        self._open.log({**metrics, "step": step})
 
+    @guard
     def log_summary(self, table: Table) -> None:
-        if self._run is None:
-            return
-        with self._warn_of_failures("log_summary"):
-            import wandb
+        self._log_table("leaderboard", table.as_rows())
+        summary = self._open.summary
+        for row in table.rows:
+            name = "/".join((*row.group, row.label))
+            summary[f"{name}/average"] = row.average.mean
+            summary[f"{name}/normalized"] = row.normalized.mean
+        merged = [row for row in table.rows if row.kind == "merged" and row.normalized.mean is not None]
+        if merged:
+            best = max(merged, key=lambda row: row.normalized.mean or 0.0)
+            summary["best/merger"] = best.label
+            summary["best/average"] = best.average.mean
+            summary["best/normalized"] = best.normalized.mean
+            summary["best/seconds"] = best.seconds
 
-            rows = table.as_rows()
-            columns: list[str | int] = list(rows[0]) if rows else []
-            self._run.log(
-                {
-                    "leaderboard": wandb.Table(
-                        columns=columns, data=[[row[str(column)] for column in columns] for row in rows]
-                    )
-                }
-            )
-            for row in table.rows:
-                name = "/".join((*row.group, row.label))
-                self._run.summary[f"{name}/average"] = row.average.mean
-                self._run.summary[f"{name}/normalized"] = row.normalized.mean
-            merged = [row for row in table.rows if row.kind == "merged" and row.normalized.mean is not None]
-            if merged:
-                best = max(merged, key=lambda row: row.normalized.mean or 0.0)
-                self._run.summary["best/merger"] = best.label
-                self._run.summary["best/average"] = best.average.mean
-                self._run.summary["best/normalized"] = best.normalized.mean
-                self._run.summary["best/seconds"] = best.seconds
-
+    @guard
     def log_records(self, records: Sequence[Record]) -> None:
-        if self._run is None or not records:
-            return
-        with self._warn_of_failures("log_records"):
-            import wandb
-
-            entries = [asdict(record) | {"normalized": record.normalized} for record in records]
-            columns: list[str | int] = list(entries[0])
-            lines = [[entry[str(column)] for column in columns] for entry in entries]
-            self._run.log({"evaluations": wandb.Table(columns=columns, data=lines)})
-
-    def log_figure(self, name: str, path: Path | str) -> None:
-        if self._run is None:
-            return
-        with self._warn_of_failures("log_figure"):
-            import wandb
-
-            self._run.log({name: wandb.Image(str(path))})
-
-    def log_product(self, product: Product) -> None:
-        if self._run is None or product.reference in self._here:
-            return
-        with self._warn_of_failures("log_product"):
-            import wandb
-
-            earlier = product.reference in self._logged  # by a run of this tracker: this one only uses it
-            used = self._use([product.reference] if earlier else product.inputs)
-            if earlier or product.kind == EVALUATIONS:
-                if used and self._run.offline:
-                    self._keep_lineage(used)
-                return
-            artifact = wandb.Artifact(
-                product.name,
-                type=product.kind,
-                description=product.description or None,
-                metadata={**product.metadata, "key": product.key},
+        if records:
+            self._log_table(
+                "evaluations", [asdict(record) | {"normalized": record.normalized} for record in records]
             )
-            for path in sorted(product.folder.rglob("*")):
-                if path.is_file() and (self.weights or path.name == _MANIFEST):
-                    artifact.add_file(
-                        str(path),
-                        name=str(path.relative_to(product.folder)),
-                        policy="immutable",
-                        skip_cache=True,
-                    )
-            made = self._run.log_artifact(artifact, aliases=["latest", product.key])
-            self._logged[product.reference] = made
-            self._here.add(product.reference)
-            if self._run.offline:
-                self._keep_lineage(used, name=product.reference, type=product.kind, digest=artifact.digest)
+
+    def _log_table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        import wandb
+
+        columns: list[str | int] = list(rows[0]) if rows else []
+        self._open.log({name: wandb.Table(columns=columns, data=[list(row.values()) for row in rows])})
+
+    @guard
+    def log_figure(self, name: str, path: Path | str) -> None:
+        import wandb
+
+        self._open.log({name: wandb.Image(str(path))})
+
+    @guard
+    def log_product(self, product: Product) -> None:
+        if product.reference in self._here:
+            return
+        import wandb
+
+        earlier = product.reference in self._logged  # by a run of this tracker: this one only uses it
+        used = self._use([product.reference] if earlier else product.inputs)
+        if earlier or product.kind == EVALUATIONS:
+            if used and self._open.offline:
+                self._keep_lineage(used)
+            return
+        artifact = wandb.Artifact(
+            product.name,
+            type=product.kind,
+            description=product.description or None,
+            metadata={**product.metadata, "key": product.key},
+        )
+        for path in sorted(product.folder.rglob("*")):
+            if path.is_file() and (self.weights or path.name == _MANIFEST):
+                name = str(path.relative_to(product.folder))
+                artifact.add_file(str(path), name=name, policy="immutable", skip_cache=True)
+        self._logged[product.reference] = self._open.log_artifact(artifact, aliases=["latest", product.key])
+        self._here.add(product.reference)
+        if self._open.offline:
+            self._keep_lineage(used, name=product.reference, type=product.kind, digest=artifact.digest)
 
     def _use(self, references: Sequence[str]) -> list[str]:
         """Tell what this run uses; returns what it has not told before and did not make itself."""
         new = [name for name in references if name not in self._here | self._used]
         self._used.update(new)
-        if not self._run.offline:
+        if not self._open.offline:
             for name in new:
                 known = self._logged.get(name)
-                self._run.use_artifact(name if known is None else known.wait())
+                self._open.use_artifact(name if known is None else known.wait())
         return new
 
     def _keep_lineage(self, used: list[str], **made: str) -> None:
-        run = {"run": self._run.id, "entity": self.entity, "project": self.project}
+        run = {"run": self._open.id, "entity": self.entity, "project": self.project}
         line = {**run, "name": None, "digest": None, **made, "uses": used}
         with (self._folder / LINEAGE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def finish(self) -> None:
-        if self._run is not None:
-            with self._warn_of_failures("finish"):
-                self._run.finish()
-            self._run = None
-
-    def _send(self, what: str, content: Mapping[str, Any]) -> None:
-        if self._run is not None:
-            with self._warn_of_failures(what):
-                self._run.log(content)
+    def _end(self) -> None:
+        self._open.finish()
 
     def _resolve_mode(self) -> str:
         import wandb

@@ -13,16 +13,17 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from mergekit_lab.kept_results import with_nan, without_nan
-from mergekit_lab.reporting import write_report
-from mergekit_lab.reporting.figures import draw_analysis
+from mergekit_lab.reporting import RunFiles, write_report
+from mergekit_lab.reporting.drawing import save_figure
 from mergekit_lab.reporting.summary import say_count
 from mergekit_lab.runs.analyses import Analysis
 from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.own_code import describe_code
 from mergekit_lab.runs.run import Run, say_seconds
-from mergekit_lab.schema.check import build, list_stages
-from mergekit_lab.store.store import Workspace
+from mergekit_lab.schema.check import build
+from mergekit_lab.schema.stages import list_stages
+from mergekit_lab.store import Workspace
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +62,9 @@ def stage_analyze(run: Run) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(text)
     drawing = built.draw(with_nan(json.loads(text)))
-    paths = draw_analysis(drawing.title, drawing.panels, folder / name, **drawing.options)
-    run.tracker.log_figure(name, paths[0])
-    log.info("%s: %s, %s", name, say_seconds(artifact), paths[0])
+    figure = save_figure(folder / f"{name}.png", drawing.title, drawing.panels)
+    run.tracker.log_figure(name, figure)
+    log.info("%s: %s, %s", name, say_seconds(artifact), figure)
     _write_page(run)
 
 
@@ -72,13 +73,6 @@ def _write_page(run: Run) -> None:
     records = run.folder / "records.jsonl"
     if "report" in list_stages(run.cfg) or (records.is_file() and records.stat().st_size):
         return
-    paths = write_report(
-        run.folder,
-        [],
-        curves={},
-        searches={},
-        config_yaml=OmegaConf.to_yaml(run.cfg),
-        timings={},
-        title=f"{run.plain['suite']['name']}: analyses of {say_count(len(run.tasks), 'expert')}",
-    )
+    title = f"{run.plain['suite']['name']}: analyses of {say_count(len(run.tasks), 'expert')}"
+    paths = write_report(RunFiles(run.folder, [], OmegaConf.to_yaml(run.cfg)), title)
     log.info("report %s", paths.html)

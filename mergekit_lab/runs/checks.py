@@ -8,7 +8,7 @@ from typing import Any
 
 from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.runs.mergers import Merger
-from mergekit_lab.schema.check import list_stages
+from mergekit_lab.schema.stages import list_stages
 from mergekit_lab.training import TrainingSettings
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from mergekit_lab.checkpoints import open_checkpoint
+from mergekit_lab.memory import read_total_memory
 from mergekit_lab.merging import Method, merge_state_dicts
+from mergekit_lab.merging.flat import send_whole
 from mergekit_lab.merging.inputs import Source
+from mergekit_lab.prefetch import prefetch
 from mergekit_lab.runs.curvature import declare_side_input, describe_own_inputs, list_kinds, make_own_sides
 from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.mergers import Merger
@@ -46,18 +53,71 @@ def merge_experts(
     method: Method,
     tasks: Iterable[str] | None = None,
     notes: dict[str, dict[str, object]] | None = None,
+    *,
+    stays: bool = False,
 ) -> dict[str, Any]:
-    """The state dict that a method makes of the run's experts, or of those of some tasks."""
+    """The state dict that a method makes of the run's experts, or of those of some tasks.
+
+    Args:
+        stays: whether the inputs may stay on the run's device for the next merge, see `move_models`; the result
+            is then there, too.
+    """
     names = list(run.experts if tasks is None else tasks)
-    experts: dict[str, Path] = {task: run.need(declare_expert(run, task)).find_file(MODEL) for task in names}
-    statistics: dict[str, Mapping[str, Source]] = {
+    experts: dict[str, Any] = {task: run.need(declare_expert(run, task)).find_file(MODEL) for task in names}
+    statistics: dict[str, Mapping[str, Any]] = {
         kind: {
             task: run.need(declare_side_input(run, kind, task)).find_file(f"{kind}.safetensors")
             for task in names
         }
         for kind in list_kinds(method)
     }
-    statistics |= make_own_sides(run, method, experts)
+    own_sides = make_own_sides(run, method, experts)
+    base: Source = run.base_state
+    files = [*experts.values(), *(file for by_task in statistics.values() for file in by_task.values())]
+    if stays and (moved := move_models(run, files)):
+        base, held = moved
+        experts = {task: held[file] for task, file in experts.items()}
+        statistics = {k: {t: held[file] for t, file in files.items()} for k, files in statistics.items()}
     return merge_state_dicts(
-        run.base_state, experts, method, statistics=statistics, device=run.devices, notes=notes
+        base, experts, method, statistics=statistics | own_sides, device=run.devices, notes=notes
     )
+
+
+_SHARE = 8
+"""The inputs of a merge stay on a device if they take at most one part of so many of its memory."""
+_READERS = 8
+"""Files that are read at once."""
+
+State = dict[str, Tensor]
+
+
+def move_models(run: Run, files: Sequence[Path]) -> tuple[State, dict[Path, State]] | None:
+    """The base, and these files of artifacts by their paths, on the run's device for this merge and later ones.
+
+    They stay in `run.moved`. None where merges read their inputs from files each time: on a CPU, on several
+    devices, or where they take too much of the device's memory.
+    """
+    moved, wanted = run.moved, (None, *files)
+    room = read_total_memory(run.device) // _SHARE if len(run.devices) == 1 else 0
+    base_size = sum(tensor.nbytes for tensor in run.base_state.values())
+    sizes = {file: base_size if file is None else file.stat().st_size for file in (*moved, *wanted)}
+    if sum(sizes[file] for file in set(wanted)) > room:
+        return None
+    if sum(sizes.values()) > room:  # what earlier merges read makes way
+        for file in moved.keys() - set(wanted):
+            del moved[file]
+
+    def move(file: Path | None) -> State:
+        return move_state(run.base_state if file is None else open_checkpoint(file), run.device)
+
+    missing = [file for file in wanted if file not in moved]
+    moved.update(zip(missing, prefetch(move, missing, ahead=_READERS, threads=_READERS), strict=True))
+    return moved[None], {file: moved[file] for file in files}
+
+
+def move_state(state: Mapping[str, Tensor], device: torch.device) -> State:
+    """The state on a device, its tied weights still one."""
+    held = dict(state.items())  # or the next tensor could have the address of one that is gone
+    keys = {name: (tensor.data_ptr(), tensor.shape, tensor.stride()) for name, tensor in held.items()}
+    moved = {key: send_whole(held[name], device) for name, key in keys.items()}
+    return {name: moved[key] for name, key in keys.items()}

@@ -22,7 +22,7 @@ from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.mergers import CHAINED, MASK
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import Run, load_state, say_seconds
-from mergekit_lab.store.store import Workspace
+from mergekit_lab.store import Workspace
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,10 @@ def declare_side_input(run: Run, kind: str, task: str) -> Node:
         },
         make=lambda workspace: _make_side(run, kind, task, workspace),
         needs=(source,),
+        say=lambda side: f"{kind} of {task}: {say_seconds(side)}",
+        list_points=lambda side: [
+            {f"{kind}_trace": side.info["trace"], f"{kind}_seconds": side.info["wall_seconds"]}
+        ],
     )  # fmt: skip
 
 
@@ -71,12 +75,7 @@ def stage_curvature(run: Run) -> None:
     nodes = list_curvature_nodes(run)
     if not nodes:
         log.info("curvature: no merger of this run needs any")
-    for node, artifact, is_news in run.make(stage_curvature, nodes):
-        measured = {"trace": artifact.info["trace"], "seconds": artifact.info["wall_seconds"]}
-        kind = node.kind.removesuffix("s")
-        run.tracker.log({f"{node.unit}/{kind}_{name}": v for name, v in measured.items()}, nodes.index(node))
-        if is_news:
-            log.info("%s: %s", node.label.removeprefix("the "), say_seconds(artifact))
+    run.make(stage_curvature, nodes)
 
 
 def _make_side(run: Run, kind: str, task: str, workspace: Workspace) -> Mapping[str, Any]:
@@ -148,16 +147,15 @@ def _train_mask(run: Run, how: Localization, task: str, expert: Path) -> dict[st
     objective = run.make_objective(task)
     whole = objective.with_head(run.model)
     inside, count = find_prefix(whole, run.model), _count_samples(run, task)
-    names = {parameter: name for name, parameter in run.model.state_dict(keep_vars=True).items()}
+    names = _map_to_base(run.model)
 
     def compute_gradient(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         run.model.load_state_dict(state)
         total: dict[str, Tensor] = {}
         for batch in list_batches(run, MASK, task, count, run.training.batch_size):
             moments = first_moment(whole, [batch], causal=objective.causal, beta=0.0, chunk=run.curvature.chunk)
-            for own, parameter in run.model.named_parameters():
-                if inside + own in moments:
-                    name, moment = names[parameter], moments[inside + own]
+            for own, name in names.items():
+                if (moment := moments.get(inside + own)) is not None:
                     total[name] = total[name] + moment if name in total else moment
         return total
 
@@ -205,10 +203,15 @@ def list_batches(run: Run, kind: str, task: str, count: int, size: int) -> Itera
         yield to_device(objective.make_batch("train", part), run.device)
 
 
+def _map_to_base(model: nn.Module) -> dict[str, str]:
+    """Of every parameter of a model the name that the base has for it."""
+    names = {parameter: name for name, parameter in model.state_dict(keep_vars=True).items()}
+    return {own: names[parameter] for own, parameter in model.named_parameters()}
+
+
 def _fill_all_tensors(run: Run, fisher: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A Fisher under the names of the base, zero where nothing was trained."""
-    names = {parameter: name for name, parameter in run.model.state_dict(keep_vars=True).items()}
-    named = {names[p]: fisher[own] for own, p in run.model.named_parameters() if own in fisher}
+    named = {name: fisher[own] for own, name in _map_to_base(run.model).items() if own in fisher}
     still = {
         n: torch.zeros_like(t) for n, t in run.base_state.items() if t.is_floating_point() and n not in named
     }

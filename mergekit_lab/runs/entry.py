@@ -16,14 +16,13 @@ from omegaconf import DictConfig
 from mergekit_lab.errors import InputError, say_error
 from mergekit_lab.failure import remove_failure, write_failure
 from mergekit_lab.runs.settle import settle
-from mergekit_lab.schema.check import check_stages, list_stages
+from mergekit_lab.schema.stages import ON_DATA, check_stages, list_stages
 from mergekit_lab.store import make_key
 
 if TYPE_CHECKING:
     from mergekit_lab.runs.run import Run
 
 log = logging.getLogger(__name__)
-_ON_DATA = ("fetch", "check_data")
 _JOB_OF_STAGE = {"report": "evaluate"}
 """Stages that a tracker shows in the run of another stage."""
 _CHOICES = ("experiment", "backbone", "suite", "finetuning", "optimizer", "training", "search", "merger")
@@ -33,9 +32,6 @@ _NOT_IDENTIFYING = {
     "evaluation_batch_size", "evaluation_compile",
 }  # fmt: skip
 """Settings that may change when a cut run goes on in the same tracker run."""
-
-STAGES = ("finetune", "curvature", "merge", "evaluate", "analyze", "report")
-"""Each is `stage_NAME` of the module NAME, imported when it runs: not every run needs Lightning."""
 
 
 def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: list[str]) -> float | None:
@@ -54,33 +50,59 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
         InputError: a user's mistake. `failure.json` is in the folder as long as the run works, so that one that
             is killed does not pass for the earlier one of its folder.
     """
-    wanted = check_stages(cfg, [*STAGES, "store", *_ON_DATA])
+    wanted = check_stages(cfg)
     if "store" in wanted:
-        _run_store(wanted, cfg, folder, choices)
+        from mergekit_lab.runs.store import run_store
+
+        run_store(cfg, folder, choices)
         return None
-    from mergekit_lab.runs.compare import check_slice
+    from mergekit_lab.runs.compare import check_slice, list_runs, report_runs
 
     check_slice(cfg)
+    from mergekit_lab.schema.run import check
+
     cfg = settle(cfg)
-    if set(wanted) & set(_ON_DATA):
-        _run_on_data(wanted, cfg, folder)
+    if set(wanted) & set(ON_DATA):
+        check(cfg)
+        for name in wanted:
+            _run_on_data(name, cfg, folder)
         return None
     if cfg.runs is not None:
-        _compare(wanted, cfg, folder, overrides)
+        if wanted != ["report"]:
+            raise InputError("runs= compares finished runs: add stage=report")
+        folders = list_runs(cfg)
+        check(cfg)
+        report_runs(cfg, folders, folder, overrides)
         return None
     from mergekit_lab.runs.search import check_patterns
 
     run = make_run(cfg, folder, choices, overrides)
     check_patterns(run)
     if cfg.dry_run:
-        _print_plan(run)
+        from mergekit_lab.runs.plan import Plan
+
+        log.info("%s", Plan.unite([run]).format_text())
         return None
     return _run_stages(run, wanted)
 
 
+def _run_on_data(stage: str, cfg: DictConfig, folder: Path) -> None:
+    """A stage on data sets and weights alone: nothing is trained, and no store is needed."""
+    if stage == "fetch":
+        from mergekit_lab.runs.fetch import run_fetch
+
+        run_fetch(cfg)
+    elif cfg.dry_run:
+        log.info("check_data would decode every image of %s", ", ".join(cfg.suite.tasks))
+    else:
+        from mergekit_lab.runs.check_data import run_check_data
+
+        run_check_data(cfg, folder)
+
+
 def _run_stages(run: Run, wanted: list[str]) -> float | None:
     """Run the stages, and measure what the configuration asks for as `objective`."""
-    from mergekit_lab.runs.outcome import measure_outcome
+    from mergekit_lab.runs.evaluate import load_harness_tasks, measure_outcome
 
     if len(run.devices) > 1 and "finetune" in wanted:
         from mergekit_lab.runs.train import IMPORTS
@@ -88,8 +110,6 @@ def _run_stages(run: Run, wanted: list[str]) -> float | None:
 
         import_ahead(IMPORTS)
     if run.has_harness and "evaluate" in wanted:
-        from mergekit_lab.runs.evaluate import load_harness_tasks
-
         load_harness_tasks(run)
     write_failure(run.folder, list(run.arguments), "it has not ended: it is under way, or was killed")
     begun = time.monotonic()
@@ -131,14 +151,14 @@ def make_run(
 
 
 def refuse_missing(*configs: DictConfig) -> None:
-    """Refuse a run, or jobs of a sweep, whose data, weights or experts cannot be had; `preflight` says how.
+    """Refuse a run, or jobs of a sweep, whose data, weights or experts cannot be had; `fetch` says how.
 
     Stages that fetch them, or have inputs of their own, need none.
     """
-    from mergekit_lab.runs import preflight
+    from mergekit_lab.runs import fetch
 
-    needing = [cfg for cfg in configs if not {"store", *_ON_DATA} & set(list_stages(cfg)) and cfg.runs is None]
-    preflight.refuse_missing(*map(settle, needing))
+    needing = [cfg for cfg in configs if not {"store", *ON_DATA} & set(list_stages(cfg)) and cfg.runs is None]
+    fetch.refuse_missing(*map(settle, needing))
 
 
 @contextmanager
@@ -158,69 +178,21 @@ def _explain_memory(stage: str) -> Iterator[None]:
 @contextmanager
 def _track(run: Run, job: str) -> Iterator[None]:
     """Trackers see a run of their own for every kind of work, in one group an experiment."""
+    from mergekit_lab.reporting import Start
+
     deciding = {name: value for name, value in run.plain.items() if name not in _NOT_IDENTIFYING}
-    run.tracker.start(
+    mergers = run.mergers if job not in ("finetune", "curvature") else ()
+    start = Start(
         run.plain | {"choices": {group: run.choices.get(group) for group in _CHOICES}},
-        run_dir=run.folder,
+        run.folder,
         name=f"{run.folder.name} {job}",
         group=run.choices.get("experiment") or run.plain["suite"]["name"],
         job_type=job,
         identity=make_key({"job": job, "configuration": deciding}),
-        tags=[
-            run.choices.get("backbone", ""),
-            run.optimizer_name,
-            *(run.mergers if job not in ("finetune", "curvature") else ()),
-        ],
+        tags=[run.choices.get("backbone", ""), run.optimizer_name, *mergers],
     )
+    run.tracker.start(start)
     try:
         yield
     finally:
         run.tracker.finish()
-
-
-def _print_plan(run: Run) -> None:
-    from mergekit_lab.runs.plan import Plan
-
-    log.info("%s", Plan.unite([run]).format_text())
-
-
-def _run_store(wanted: list[str], cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None:
-    if wanted != ["store"]:
-        raise InputError("the stage store cannot run with other stages")
-    from mergekit_lab.runs.store import run_store
-
-    run_store(cfg, folder, choices)
-
-
-def _compare(wanted: list[str], cfg: DictConfig, folder: Path, overrides: list[str]) -> None:
-    """Runs that are there, from their folders alone."""
-    from mergekit_lab.runs.compare import list_runs, report_runs
-
-    if wanted != ["report"]:
-        raise InputError("runs= compares finished runs: add stage=report")
-    folders = list_runs(cfg)
-    from mergekit_lab.schema.run import check
-
-    check(cfg)
-    report_runs(cfg, folders, folder, overrides)
-
-
-def _run_on_data(wanted: list[str], cfg: DictConfig, folder: Path) -> None:
-    """The stages on data sets and weights alone: nothing is trained, and no store is needed."""
-    from mergekit_lab.schema.run import check
-
-    check(cfg)
-    for name in wanted:
-        if name not in _ON_DATA:
-            raise InputError(f"the stage {name} cannot run together with {' or '.join(_ON_DATA)}")
-        if name == "fetch":
-            from mergekit_lab.runs.fetch import run_fetch
-
-            run_fetch(cfg)
-        else:
-            if cfg.dry_run:
-                log.info("check_data would decode every image of %s", ", ".join(cfg.suite.tasks))
-                continue
-            from mergekit_lab.runs.check_data import run_check_data
-
-            run_check_data(cfg, folder)

@@ -1,12 +1,16 @@
 """Stage evaluate: every model of the run on the test part of every task.
 
-No choice is made by labels of the test part: scores on it are made here and nowhere else.
+No choice is made by labels of the test part: scores on it are made here and nowhere else. What a sweeper
+chooses runs by is measured on validation.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from statistics import fmean
 
+from mergekit_lab.errors import InputError
 from mergekit_lab.evaluation import load_harness_task
 from mergekit_lab.runs.finetune import declare_joint
 from mergekit_lab.runs.merge import make_merged_model
@@ -14,6 +18,8 @@ from mergekit_lab.runs.models import Model, declare_evaluation, make_expert_mode
 from mergekit_lab.runs.nodes import Node
 from mergekit_lab.runs.run import Run
 from mergekit_lab.tasks import HarnessTask
+
+log = logging.getLogger(__name__)
 
 
 def list_models(run: Run) -> Iterator[Model]:
@@ -52,5 +58,35 @@ def stage_evaluate(run: Run) -> None:
     for model in list_models(run):
         if model.node:
             run.need(model.node)
-    for _ in run.make(stage_evaluate, list_evaluation_nodes(run), "evaluating"):
-        pass
+    run.make(stage_evaluate, list_evaluation_nodes(run), "evaluating")
+
+
+def measure_outcome(run: Run) -> float:
+    """How good the run's best merged model is on validation, as the run's `objective` says.
+
+    Like every choice, that between runs is not made on test parts.
+
+    Returns:
+        The mean over tasks of the task's metric ("value"), or of its share of the expert's ("normalized").
+
+    Raises:
+        InputError: a model is not made, or an expert that is to be divided by has the value 0.
+    """
+
+    def measure_value(model: Model, task: str) -> float:
+        return float(run.obtain(declare_evaluation(run, model, task, "validation")).info["value"])
+
+    whole = dict.fromkeys(run.experts, 1.0)
+    if run.cfg.objective == "normalized":
+        whole = {task: measure_value(make_expert_model(run, task), task) for task in run.experts}
+        if 0 in whole.values():
+            raise InputError(
+                "objective=normalized divides by the experts' values, and one is 0: set it to value"
+            )
+    means = {
+        label: fmean(measure_value(make_merged_model(run, label), task) / whole[task] for task in run.experts)
+        for label in run.mergers
+    }
+    best = max(means, key=lambda label: means[label])
+    log.info("objective: %.4f (%s on validation, by %s)", means[best], run.cfg.objective, best)
+    return means[best]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from mergekit_lab.checkpoints import Checkpoint, open_checkpoint
@@ -22,6 +22,7 @@ from mergekit_lab.runs.published_experts import find_expert, import_expert, read
 from mergekit_lab.runs.run import MODEL, Run, say_seconds
 from mergekit_lab.runs.train import Training
 from mergekit_lab.schema.run import count_evaluations_a_step, wants_fit
+from mergekit_lab.store import Artifact, Workspace
 from mergekit_lab.tasks import PARTS, HubImages
 from mergekit_lab.training import TrainingSettings
 from mergekit_lab.training.settings import describe_machine
@@ -35,48 +36,66 @@ _OF_PROCESSES = {"per_rank": True, "sync_ascent": False}
 @declare
 def declare_expert(run: Run, task: str) -> Node:
     """The expert of a task: trained, or imported if the run names `experts`."""
-    label = f"the expert of {task}"
     if run.plain["experts"]:
-        return _declare_imported(run, task, label)
-    settings, optimizer = plan_settings(run, task), find_optimizer(run, task)
-    return Node(
-        "experts", label, "finetune", task,
-        decide=lambda: _describe_training(
-            run, settings, run.plain["optimizer_of"].get(task) or _describe_optimizer(run)
-        ) | _describe_task(run, task),
-        make=lambda workspace: Training(
-            run, _number_title(run, "expert", task), [task], optimizer, settings, _read_fit(run)
-        ).make(workspace),
-        needs=(declare_fit(run),) if wants_fit(run.cfg.optimizer) else (),
-    )  # fmt: skip
-
-
-def _declare_imported(run: Run, task: str, label: str) -> Node:
-    sources, learned = run.plain["experts"], task in run.learned
-    source = find_expert(sources, run.backbone, run.tasks[task]) if learned else sources[task]
-    return Node(
-        "experts", label, "finetune", task,
-        decide=lambda: read_import_content(source, run.base_content, task if learned else "")
-        | {"finetuning": run.plain["finetuning"]} | (_describe_task(run, task) if learned else {}),
-        make=lambda workspace: import_expert(source, run.backbone, run.base_state, task, workspace.out),
-    )  # fmt: skip
-
-
-def _number_title(run: Run, what: str, task: str) -> str:
-    return f"{what} {run.experts.index(task) + 1}/{len(run.experts)} {task}"
+        return _declare_imported(run, task)
+    return _declare_training(run, "expert", [task], find_optimizer(run, task))
 
 
 @declare
 def declare_pilot(run: Run, task: str) -> Node:
     """The expert of the base optimizer. Offsets are fitted to those of all tasks."""
-    settings, optimizer = plan_settings(run, task, run.cfg.optimizer.base), run.cfg.optimizer.base
+    return _declare_training(run, "pilot", [task], run.cfg.optimizer.base)
+
+
+@declare
+def declare_joint(run: Run) -> Node:
+    """One model of all tasks, with the budget of all experts together."""
+    return _declare_training(run, "joint model", run.experts, run.cfg.optimizer)
+
+
+def _declare_training(run: Run, what: str, tasks: Sequence[str], optimizer: DictConfig) -> Node:
+    fits = (declare_fit(run),) if wants_fit(optimizer) else ()
+    if what == "joint model":
+        kind, label, title, unit = "joint", what, f"{what} of {len(tasks)} tasks", "+joint"
+        settings = plan_joint_settings(run)
+    else:
+        (unit,) = tasks
+        kind, label = "experts", f"{what} of {unit}"
+        title = f"{what} {run.experts.index(unit) + 1}/{len(run.experts)} {unit}"
+        settings = plan_settings(run, unit, optimizer)
+
+    def make(workspace: Workspace) -> Mapping[str, Any]:
+        fit = run.need(fits[0]).info if fits else None
+        return Training(run, title, tasks, optimizer, settings, fit).make(workspace)
+
+    def say(trained: Artifact) -> str:
+        return f"{label}: {say_seconds(trained)}, validation {100 * trained.info['val_accuracy']:.1f} %"
+
     return Node(
-        "experts", f"the pilot of {task}", "finetune", task,
-        decide=lambda: _describe_training(run, settings, run.plain["optimizer"]["base"])
-        | _describe_task(run, task),
-        make=lambda workspace: Training(
-            run, _number_title(run, "pilot", task), [task], optimizer, settings
-        ).make(workspace),
+        kind, f"the {label}", "finetune", unit,
+        decide=lambda: _describe_training(run, settings, _describe_optimizer(run, optimizer))
+        | ({"tasks": tasks, "data": run.describe_data(tasks)} | _describe_learning(run, tasks)
+           if kind == "joint" else _describe_task(run, unit)),
+        make=make,
+        needs=fits,
+        say=say,
+    )  # fmt: skip
+
+
+def _declare_imported(run: Run, task: str) -> Node:
+    sources, learned = run.plain["experts"], task in run.learned
+    source = find_expert(sources, run.backbone, run.tasks[task]) if learned else sources[task]
+
+    def say(expert: Artifact) -> str:
+        origin = "found in the store" if expert.reused else f"from {expert.info['source']}"
+        return f"expert {task}: {origin}"
+
+    return Node(
+        "experts", f"the expert of {task}", "finetune", task,
+        decide=lambda: read_import_content(source, run.base_content, task if learned else "")
+        | {"finetuning": run.plain["finetuning"]} | (_describe_task(run, task) if learned else {}),
+        make=lambda workspace: import_expert(source, run.backbone, run.base_state, task, workspace.out),
+        say=say,
     )  # fmt: skip
 
 
@@ -88,27 +107,14 @@ def declare_fit(run: Run) -> Node:
         "fits", "the fit of the offsets", "finetune", None,
         decide=lambda: {
             "distribution": run.plain["optimizer"]["distribution"],
-            "pilots": _describe_optimizer(run)["pilots"],
+            "pilots": _describe_optimizer(run, run.cfg.optimizer)["pilots"],
         },
         make=lambda workspace: _make_fit(run, pilots),
         needs=pilots,
-    )  # fmt: skip
-
-
-@declare
-def declare_joint(run: Run) -> Node:
-    """One model of all tasks, with the budget of all experts together."""
-    settings = plan_joint_settings(run)
-    title = f"joint model of {len(run.experts)} tasks"
-    tasks = run.experts
-    return Node(
-        "joint", "the joint model", "finetune", "+joint",
-        decide=lambda: _describe_training(run, settings, _describe_optimizer(run))
-        | {"tasks": tasks, "data": run.describe_data(tasks)} | _describe_learning(run, tasks),
-        make=lambda workspace: Training(
-            run, title, tasks, run.cfg.optimizer, settings, _read_fit(run)
-        ).make(workspace),
-        needs=(declare_fit(run),) if wants_fit(run.cfg.optimizer) else (),
+        say=lambda fit: (
+            "offsets: {distribution}, loc {loc:.2e}, scale {scale:.2e}, Kolmogorov-Smirnov distance "
+            "{ks_distance:.3f}, mean log-likelihood {mean_log_likelihood:.3f}".format(**fit.info)
+        ),
     )  # fmt: skip
 
 
@@ -153,12 +159,12 @@ def _describe_training(run: Run, settings: TrainingSettings, optimizer: Mapping[
     return content | describe_code(optimizer, run.plain["finetuning"])
 
 
-def _describe_optimizer(run: Run) -> dict[str, Any]:
+def _describe_optimizer(run: Run, optimizer: DictConfig) -> dict[str, Any]:
     """The optimizer's configuration, with what its offsets are fitted to, if they are."""
-    optimizer: dict[str, Any] = run.plain["optimizer"]
-    if not wants_fit(run.cfg.optimizer):
-        return optimizer
-    return optimizer | {"pilots": {task: declare_pilot(run, task).key for task in run.experts}}
+    plain: Any = OmegaConf.to_container(optimizer, resolve=True)
+    if wants_fit(optimizer):
+        plain["pilots"] = {task: declare_pilot(run, task).key for task in run.experts}
+    return plain
 
 
 def _describe_task(run: Run, task: str) -> dict[str, Any]:
@@ -182,17 +188,19 @@ def _describe_learning(run: Run, tasks: Sequence[str]) -> dict[str, Any]:
 
 def stage_finetune(run: Run) -> None:
     """Train, import or find every expert of the run, and the joint model if it is asked for."""
+    if run.cfg.experts and run.cfg.joint:
+        raise InputError("with experts= nothing is trained, the joint model included: set joint=false")
+    nodes = finetune_nodes(run)
     if run.cfg.experts:
-        _import_experts(run)
+        run.make(None, nodes)
         return
     if run.training.seconds is not None:
         log.info(
             "finetune: a budget of seconds is not reproducible bit for bit: its steps depend on the machine"
         )
-    nodes = finetune_nodes(run)
     _decode(run, nodes)
     if wants_fit(run.cfg.optimizer):
-        _log_fit(run.obtain(declare_fit(run)).info)
+        run.make(None, [declare_fit(run)])
     _train(run, stage_finetune, nodes)
 
 
@@ -209,16 +217,6 @@ def _decode(run: Run, nodes: Sequence[Node]) -> None:
                 task.load_samples(part)
 
 
-def _import_experts(run: Run) -> None:
-    """Bring experts that others fine-tuned into the store."""
-    if run.cfg.joint:
-        raise InputError("with experts= nothing is trained, the joint model included: set joint=false")
-    for task in filter(run.is_mine, run.experts):
-        artifact = run.obtain(declare_expert(run, task))
-        source = "found in the store" if artifact.reused else f"from {artifact.info['source']}"
-        log.info("expert %s: %s", task, source)
-
-
 def train_pilots(run: Run) -> None:
     """Train the experts of the base optimizer, to which offsets are fitted."""
     _train(run, train_pilots, declare_fit(run).needs)
@@ -226,14 +224,7 @@ def train_pilots(run: Run) -> None:
 
 def _train(run: Run, stage: Callable[[Run], None], nodes: Sequence[Node]) -> None:
     """Train or find what is this process's; processes that train together have all devices to themselves."""
-    for node, artifact, is_news in run.make(stage if run.trainer.strategy == "auto" else None, nodes):
-        if is_news:
-            accuracy, what = 100 * artifact.info["val_accuracy"], node.label.removeprefix("the ")
-            log.info("%s: %s, validation %.1f %%", what, say_seconds(artifact), accuracy)
-
-
-def _read_fit(run: Run) -> Mapping[str, float] | None:
-    return run.need(declare_fit(run)).info if wants_fit(run.cfg.optimizer) else None
+    run.make(stage if run.trainer.strategy == "auto" else None, nodes)
 
 
 def _make_fit(run: Run, pilots: Sequence[Node]) -> Mapping[str, Any]:
@@ -246,13 +237,6 @@ def _make_fit(run: Run, pilots: Sequence[Node]) -> Mapping[str, Any]:
     changed = [name for name in run.base_state if any(bool(whole[name].any()) for whole in wholes)]
     vectors = [_TaskVector(expert, run.base_state, changed) for expert in experts]
     return asdict(fit_offset(vectors, run.cfg.optimizer.distribution))
-
-
-def _log_fit(info: Mapping[str, Any]) -> None:
-    log.info(
-        "offsets: %s, loc %.2e, scale %.2e, Kolmogorov-Smirnov distance %.3f, mean log-likelihood %.3f",
-        *(info[name] for name in ("distribution", "loc", "scale", "ks_distance", "mean_log_likelihood")),
-    )
 
 
 class _TaskVector(Mapping[str, Tensor]):

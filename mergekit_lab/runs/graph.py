@@ -11,7 +11,7 @@ from mergekit_lab.runs.finetune import finetune_nodes
 from mergekit_lab.runs.merge import merge_nodes
 from mergekit_lab.runs.nodes import Node, walk
 from mergekit_lab.runs.run import Run
-from mergekit_lab.schema.check import list_stages
+from mergekit_lab.schema.stages import list_stages
 
 
 def list_nodes(run: Run) -> Iterator[Node]:

@@ -6,7 +6,6 @@ Artifacts declared here: `coefficients`.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,10 +23,8 @@ from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.mergers import Merger
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import MODEL, Run
-from mergekit_lab.store import Artifact
-from mergekit_lab.store.store import Workspace
+from mergekit_lab.store import Artifact, Workspace
 
-log = logging.getLogger(__name__)
 COEFFICIENTS = "coefficients.json"
 
 
@@ -52,6 +49,8 @@ def declare_coefficients(run: Run, label: str) -> Node:
         | {"data": run.describe_data(list(run.tasks)), "seed": run.seed},
         make=lambda workspace: _learn(run, merger, workspace),
         needs=list_merge_inputs(run, merger),
+        say=lambda learned: _say(merger, learned),
+        list_points=lambda learned: [{"entropy": entropy} for entropy in learned.info["entropies"]],
     )  # fmt: skip
 
 
@@ -92,19 +91,12 @@ def _learn(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
     return {"entropies": entropies}
 
 
-def list_entropies(learned: Artifact) -> list[dict[str, float]]:
-    """A learning as a tracker draws it."""
-    return [{"entropy": entropy} for entropy in learned.info["entropies"]]
-
-
-def log_learning(merger: Merger, learned: Artifact) -> None:
-    """The entropy of the first and the last tenth of the steps, for the log."""
+def _say(merger: Merger, learned: Artifact) -> str:
+    """The entropy of the first and the last tenth of the steps."""
     entropies = learned.info["entropies"]
     few = max(1, len(entropies) // 10)
-    log.info(
-        "%s: entropy %.3f at first, %.3f after %d steps",
-        merger.label, sum(entropies[:few]) / few, sum(entropies[-few:]) / few, len(entropies),
-    )  # fmt: skip
+    first, last = (sum(part) / few for part in (entropies[:few], entropies[-few:]))
+    return f"{merger.label}: entropy {first:.3f} at first, {last:.3f} after {len(entropies)} steps"
 
 
 def _draw_batches(run: Run, how: Learning) -> Iterator[dict[str, Batch]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +23,13 @@ from mergekit_lab.memory import read_peak_memory, reset_peak_memory
 from mergekit_lab.merging import AdaMerging, Method, merge_factors
 from mergekit_lab.runs.combine import describe_merge, list_merge_inputs, merge_experts
 from mergekit_lab.runs.finetune import declare_expert
-from mergekit_lab.runs.learn import (
-    COEFFICIENTS,
-    declare_coefficients,
-    is_learned,
-    list_entropies,
-    log_learning,
-)
+from mergekit_lab.runs.learn import COEFFICIENTS, declare_coefficients, is_learned
 from mergekit_lab.runs.mergers import Merger
 from mergekit_lab.runs.models import TASK_FACTORS, Model
 from mergekit_lab.runs.nodes import Node, declare, walk
 from mergekit_lab.runs.run import MODEL, Run, say_seconds
-from mergekit_lab.runs.search import (
-    declare_search,
-    list_search_points,
-    log_search,
-    read_coefficient,
-    read_fields,
-)
-from mergekit_lab.store import Artifact
-from mergekit_lab.store.store import Workspace
+from mergekit_lab.runs.search import declare_search, read_coefficient, read_fields
+from mergekit_lab.store import Artifact, Workspace
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +46,8 @@ def declare_merged(run: Run, label: str) -> Node:
         make=lambda workspace: _merge(run, merger, workspace),
         needs=(*list_merge_inputs(run, merger), *searches, *learned),
         awaits=searches,
+        say=lambda merged: _say(merger, merged),
+        list_points=lambda merged: [{"merge_seconds": merged.info["wall_seconds"]}],
     )  # fmt: skip
 
 
@@ -88,31 +77,15 @@ def stage_merge(run: Run) -> None:
     """Choose each coefficient and write each merged model, on the run's devices."""
     if not run.mergers:
         log.info("merge: this run names no merger; set merger=NAME")
-    for node, artifact, is_news in run.make(stage_merge, merge_nodes(run)):
-        _track(run, node, artifact)
-        if is_news:
-            _LOG[node.kind](run.mergers[node.unit or ""], artifact)
+    try:
+        run.make(stage_merge, merge_nodes(run))
+    finally:
+        run.moved.clear()
 
 
-def _track(run: Run, node: Node, artifact: Artifact) -> None:
-    """Send a search or a learning to the tracker, one point per step."""
-    list_points = _LIST_POINTS.get(node.kind, lambda _: [{"merge_seconds": artifact.info["wall_seconds"]}])
-    for step, measured in enumerate(list_points(artifact)):
-        run.tracker.log({f"{node.unit}/{name}": value for name, value in measured.items()}, step)
-
-
-def _log_merge(merger: Merger, artifact: Artifact) -> None:
-    alpha = artifact.info["coefficient"]
-    coefficient = "" if alpha is None else f", coefficient {alpha:g}"
-    log.info("%s: %s%s", merger.label, say_seconds(artifact), coefficient)
-
-
-_LIST_POINTS: dict[str, Callable[[Artifact], list[dict[str, float]]]] = {
-    "searches": list_search_points,
-    "coefficients": list_entropies,
-}
-_LOG = {"searches": log_search, "coefficients": log_learning, "merged": _log_merge}
-"""What the log says of an artifact, by its kind."""
+def _say(merger: Merger, merged: Artifact) -> str:
+    alpha = merged.info["coefficient"]
+    return f"{merger.label}: {say_seconds(merged)}" + ("" if alpha is None else f", coefficient {alpha:g}")
 
 
 def _write_task_factors(run: Run, method: Method, folder: Path) -> None:
@@ -139,7 +112,7 @@ def _merge(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
         method = AdaMerging(weights=json.loads(learned.read_text()))
     notes: dict[str, dict[str, object]] = {}
     reset_peak_memory(run.device)
-    write_tensors(workspace.out / MODEL, merge_experts(run, method, notes=notes))
+    write_tensors(workspace.out / MODEL, merge_experts(run, method, notes=notes, stays=True))
     if method.by_task:
         _write_task_factors(run, method, workspace.out / TASK_FACTORS)
     (workspace.out / "notes.json").write_text(json.dumps(notes, indent=1))

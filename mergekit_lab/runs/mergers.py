@@ -11,7 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from mergekit_lab import merging
 from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.merging import Method
-from mergekit_lab.schema.check import build, without_null_coefficient
+from mergekit_lab.schema.check import build
+from mergekit_lab.schema.methods import without_null_coefficient
 from mergekit_lab.schema.run import Search
 
 CHAINED, MASK = "chained_gram", "mask"

@@ -23,8 +23,7 @@ from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.mergers import Merger
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import Run, load_state
-from mergekit_lab.store import Artifact, make_key
-from mergekit_lab.store.store import Workspace
+from mergekit_lab.store import Artifact, Workspace, make_key
 from mergekit_lab.tasks import HarnessTask, Part
 
 TASK_FACTORS = "tasks"

@@ -7,13 +7,12 @@ Plans, what is missing, shared trainings, lineage and times walk over these node
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
-from mergekit_lab.store import make_key
-from mergekit_lab.store.store import Workspace
+from mergekit_lab.store import Artifact, Workspace, make_key
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +30,8 @@ class Node:
         needs: what it is made of.
         awaits: nodes whose results are part of this node's content, such as the coefficient that was chosen.
             Until they are made, `decide` returns a placeholder that nothing is published under.
+        say: what the log says of it once it is there; None: nothing.
+        list_points: what a tracker draws of it, a point a step.
     """
 
     kind: str
@@ -41,6 +42,8 @@ class Node:
     make: Callable[[Workspace], Mapping[str, Any]]
     needs: tuple[Node, ...] = ()
     awaits: tuple[Node, ...] = ()
+    say: Callable[[Artifact], str] | None = None
+    list_points: Callable[[Artifact], Sequence[Mapping[str, float]]] = lambda artifact: ()
 
     @property
     def content(self) -> Mapping[str, Any]:
@@ -77,24 +80,16 @@ def walk(nodes: Iterable[Node]) -> Iterator[Node]:
         yield from visit(node)
 
 
-class HasNodes(Protocol):
-    """Anything that keeps nodes. Only `Run` does, which this file must not import."""
-
-    nodes: dict[Any, Node]
+Declaration = TypeVar("Declaration", bound=Callable[..., Node])
 
 
-_Run = TypeVar("_Run", bound=HasNodes)
-_Names = ParamSpec("_Names")
-
-
-def declare(function: Callable[Concatenate[_Run, _Names], Node]) -> Callable[Concatenate[_Run, _Names], Node]:
+def declare(function: Declaration) -> Declaration:
     """Make a declaration give the same node for the same run and names."""
 
     @wraps(function)
-    def declare_once(run: _Run, *names: _Names.args, **options: _Names.kwargs) -> Node:
-        key = (function.__module__, function.__qualname__, names, tuple(sorted(options.items())))
-        if key not in run.nodes:
-            run.nodes[key] = function(run, *names, **options)
-        return run.nodes[key]
+    def declare_once(run: Any, *names: Any) -> Node:
+        if (function, names) not in run.nodes:
+            run.nodes[function, names] = function(run, *names)
+        return run.nodes[function, names]
 
-    return declare_once
+    return cast(Declaration, declare_once)

@@ -103,21 +103,18 @@ def plan_shared_training(runs: Sequence[Run]) -> list[Work]:
 
     Where runs want the same expert, the one that wants most of its curvature makes it, and that too.
     """
-    joint: dict[str, Work] = {}
-    experts: dict[str, tuple[int, Work]] = {}
+    chosen: dict[str, tuple[int, Work]] = {}
     for number, run in enumerate(runs):
         missing = [node for node in walk(finetune_nodes(run)) if not run.find(node)]
         if wants_fit(run.cfg.optimizer):
             if missing:
-                experts.setdefault(declare_fit(run).key, (0, Work(number, None)))
+                chosen.setdefault(declare_fit(run).key, (0, Work(number, None)))
             continue
         sides = len({kind for merger in run.mergers.values() for kind in list_kinds(merger.method)})
         for node in missing:
-            if node.kind == "joint":
-                joint.setdefault(node.key, Work(number, node.unit))
-            elif node.key not in experts or experts[node.key][0] < sides:
-                experts[node.key] = (sides, Work(number, node.unit))
-    return [*joint.values(), *(work for _, work in experts.values())]
+            if node.key not in chosen or chosen[node.key][0] < sides:
+                chosen[node.key] = (sides, Work(number, node.unit))
+    return sorted((work for _, work in chosen.values()), key=lambda work: work.only != "+joint")
 
 
 def list_unmade(run: Run, work: Work) -> list[Node]:
@@ -132,9 +129,15 @@ def _find_depth(node: Node) -> int:
 
 
 def estimate_seconds(node: Node, artifacts: Sequence[Any]) -> float | None:
-    """The median of like artifacts: of the same kind, and of the same backbone and optimizer as far as there
-    are any; a training's is scaled by its gradients: steps, and how many each takes with its optimizer."""
-    like = [r for r in artifacts if r.kind == node.kind and "wall_seconds" in r.info]
+    """The median of like artifacts: of the same kind, made in the same way, and of the same backbone and
+    optimizer as far as there are any; a training's is scaled by its gradients: steps, and how many each takes
+    with its optimizer."""
+    imported = "imported" in node.content
+    like = [
+        r
+        for r in artifacts
+        if r.kind == node.kind and "wall_seconds" in r.info and ("imported" in r.content) == imported
+    ]
     for name in ("backbone", "optimizer", "method"):
         closer = [r for r in like if r.content.get(name) == node.content.get(name)]
         like = closer or like

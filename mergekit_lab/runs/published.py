@@ -12,7 +12,8 @@ from omegaconf import ListConfig, OmegaConf
 from mergekit_lab.backbones import OpenClip
 from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.reporting import Beside, Record, set_beside
-from mergekit_lab.reporting.published import Protocol, read_protocols
+from mergekit_lab.reporting.paper_tables import read_protocols
+from mergekit_lab.reporting.published import Protocol
 from mergekit_lab.runs.analyses import Analysis, TaskVectors
 from mergekit_lab.runs.analyze import DATA, declare_analysis
 from mergekit_lab.runs.finetune import declare_expert, plan_settings

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from omegaconf import OmegaConf
 
 from mergekit_lab.errors import InputError, join_names
-from mergekit_lab.reporting import Record, print_table, write_report
+from mergekit_lab.reporting import Record, RunFiles, print_table, write_report
 from mergekit_lab.reporting.html import say_cache
 from mergekit_lab.reporting.summary import say_count
 from mergekit_lab.runs.compare import draw_cross_table
@@ -41,18 +41,18 @@ def stage_report(run: Run) -> None:
         curves["+joint"] = _read_curve(artifact)
     if run.backbone.note:
         log.info("%s", run.backbone.note)
-    paths = write_report(
+    files = RunFiles(
         run.folder,
         records,
+        OmegaConf.to_yaml(run.cfg),
         curves=curves,
         searches=_read_searches(run),
-        config_yaml=OmegaConf.to_yaml(run.cfg),
         timings=run.timings,
         samples=_read_samples(run, evaluations),
         published=set_published_beside(run, records),
         origin=describe_origin(run.arguments, run.devices),
-        title=_make_title(run),
     )
+    paths = write_report(files, _make_title(run))
     run.tracker.log_summary(paths.table)
     run.tracker.log_records(records)
     for figure in paths.figures:

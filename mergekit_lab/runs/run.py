@@ -115,6 +115,8 @@ class Run:
         self._logged: dict[str, str] = {}
         """References of products by the names of their nodes."""
         self._objectives: dict[str, Objective] = {}
+        self.moved: dict[Path | None, dict[str, Tensor]] = {}
+        """Files of artifacts that stay on the device for the next merge, and the base, of no file."""
         self._pool: Pool | None = None
         self._compiled: nn.Module | None = None
 
@@ -280,22 +282,23 @@ class Run:
 
     def make(
         self, stage: Callable[[Run], None] | None, nodes: Sequence[Node], title: str | None = None
-    ) -> Iterator[tuple[Node, Artifact, bool]]:
-        """These nodes' artifacts, as far as they are this process's; what is missing is spread over devices.
+    ) -> None:
+        """Make or find these nodes' artifacts, as far as they are this process's, and tell log and tracker.
 
         Args:
-            stage: makes what `is_mine`; importable by its name. None: nothing is spread.
+            stage: makes what `is_mine`, in worker processes; importable by its name. None: nothing is spread.
             title: of a bar; None: their makers show their own.
-
-        Yields:
-            A node, its artifact, and whether the log lacks it: a process of this run that made it has said so.
         """
         if stage is not None and len(self.devices) > 1:
             self._spread(stage, nodes)
         mine = [node for node in nodes if self.is_mine(node.unit)]
         for node in mine if title is None else self.track(mine, title):
             artifact = self.obtain(node)
-            yield node, artifact, not (artifact.reused and artifact.key in self.made)
+            for step, point in enumerate(node.list_points(artifact)):
+                self.tracker.log({f"{node.unit}/{name}": value for name, value in point.items()}, step)
+            worker_said = artifact.reused and artifact.key in self.made
+            if node.say is not None and not worker_said:
+                log.info("%s", node.say(artifact))
 
     def track(self, items: Iterable[Item], title: str, total: int | None = None) -> Iterable[Item]:
         """The items, with a bar that goes on with them and vanishes at the end."""
@@ -365,7 +368,7 @@ def say_seconds(artifact: Artifact) -> str:
     return "found in the store" if artifact.reused else f"{artifact.info['wall_seconds']:.1f} s"
 
 
-def load_state(artifact: Artifact, name: str = MODEL) -> dict[str, Tensor]:
-    """All tensors of an artifact's file."""
-    checkpoint = open_checkpoint(artifact.find_file(name), f"{artifact.kind} {artifact.key}")
+def load_state(artifact: Artifact) -> dict[str, Tensor]:
+    """All tensors of an artifact that is a model."""
+    checkpoint = open_checkpoint(artifact.find_file(MODEL), f"{artifact.kind} {artifact.key}")
     return {tensor: checkpoint[tensor] for tensor in checkpoint}

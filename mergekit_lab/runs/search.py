@@ -5,7 +5,6 @@ Artifacts declared here: `searches`.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -21,16 +20,13 @@ from mergekit_lab.evaluation.search import Score
 from mergekit_lab.merging import merge_state_dicts
 from mergekit_lab.merging.inputs import select_tensors
 from mergekit_lab.ranges import require
-from mergekit_lab.runs.combine import describe_merge, list_merge_inputs, merge_experts
+from mergekit_lab.runs.combine import describe_merge, list_merge_inputs, merge_experts, move_models, move_state
 from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.mergers import Merger, make_weight_fields, say_fields
 from mergekit_lab.runs.models import declare_evaluation, make_expert_model
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import MODEL, Run
-from mergekit_lab.store import Artifact
-from mergekit_lab.store.store import Workspace
-
-log = logging.getLogger(__name__)
+from mergekit_lab.store import Artifact, Workspace
 
 
 @declare
@@ -42,6 +38,8 @@ def declare_search(run: Run, label: str) -> Node:
         decide=lambda: _search_content(run, merger),
         make=lambda workspace: _search(run, merger, workspace),
         needs=(*list_merge_inputs(run, merger), *_list_evaluations(run).values()),
+        say=lambda search: _say(merger, search),
+        list_points=list_curve,
     )  # fmt: skip
 
 
@@ -99,7 +97,8 @@ def _search(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]
     experts = {task: float(run.obtain(node).info["value"]) for task, node in _list_evaluations(run).items()}
     curve: list[Candidate] = _evolve(run, merger, experts, workspace) if run.search.method == "cma_es" else []
     for fields in () if curve else run.search.list_variants(merger.content):
-        score_at = _make_scorer(run, merge_experts(run, merger.with_fields(fields).with_coefficient(1.0)))
+        method = merger.with_fields(fields).with_coefficient(1.0)
+        score_at = _make_scorer(run, merge_experts(run, method, stays=True))
         reached = choose_best(curve).normalized if curve else -math.inf
         title = " ".join([f"coefficient of {merger.label}", *(f"{n}={v}" for n, v in fields.items())])
         grid = run.search.coefficients or []
@@ -121,28 +120,27 @@ def _search(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]
     }
 
 
-def list_search_points(search: Artifact) -> list[dict[str, float]]:
-    """A search as a tracker draws it: its candidates that were scored on all of validation."""
+def list_curve(search: Artifact) -> list[dict[str, float]]:
+    """The candidates that were scored on all of validation, as trackers draw them."""
     points = [p for p in search.info["curve"] if p.get("share", 1.0) == 1 and not p.get("pruned")]
     return [{"coefficient": p["coefficient"], "normalized": p["normalized"]} for p in points]
 
 
-def log_search(merger: Merger, search: Artifact) -> None:
-    """What was chosen, for the log."""
+def _say(merger: Merger, search: Artifact) -> str:
     chosen = say_fields(merger.content, search.info.get("fields", {}))
-    log.info(
-        "%s: the best of %d candidates keeps %.1f %% of the experts' accuracy on validation%s",
-        merger.label, len(search.info["curve"]), 100 * search.info["normalized"],
-        f": {chosen}" if chosen else "",
-    )  # fmt: skip
+    count, kept = len(search.info["curve"]), 100 * search.info["normalized"]
+    return (
+        f"{merger.label}: the best of {count} candidates keeps {kept:.1f} % of the experts' accuracy on "
+        f"validation{f': {chosen}' if chosen else ''}"
+    )
 
 
 def _evolve(run: Run, merger: Merger, experts: Mapping[str, float], workspace: Workspace) -> list[Candidate]:
     """Candidates of weights by expert and pattern of layers. Base and experts are on the device once."""
     how = run.search
-    base = _move(run.base_state, run.device)
+    base = move_state(run.base_state, run.device)
     models = {
-        t: _move(open_checkpoint(run.need(declare_expert(run, t)).find_file(MODEL)), run.device)
+        t: move_state(open_checkpoint(run.need(declare_expert(run, t)).find_file(MODEL)), run.device)
         for t in experts
     }
     names = [name for name, tensor in base.items() if tensor.is_floating_point()]
@@ -169,18 +167,12 @@ def _evolve(run: Run, merger: Merger, experts: Mapping[str, float], workspace: W
     return [replace(candidate, fields=weigh(candidate.fields["point"])) for candidate in curve]
 
 
-def _move(state: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The state on a device, its tied weights still one."""
-    held = dict(state.items())  # or the next tensor could have the address of one that is gone
-    keys = {name: (tensor.data_ptr(), tensor.shape, tensor.stride()) for name, tensor in held.items()}
-    moved = {key: held[name].to(device) for name, key in keys.items()}
-    return {name: moved[key] for name, key in keys.items()}
-
-
 def _make_scorer(run: Run, unit: Mapping[str, Tensor]) -> Callable[[float], Score]:
     """The validation scores of `θ0 + α Δ` as functions of α, from the model merged at coefficient 1."""
     floating = {n: t for n, t in unit.items() if t.is_floating_point()}
-    base = {n: run.base_state[n].to(run.device).double() for n in floating}
+    moved = move_models(run, [])
+    state = moved[0] if moved else run.base_state
+    base = {n: state[n].to(run.device).double() for n in floating}
     delta = {n: t.to(run.device).double() - base[n] for n, t in floating.items()}
 
     def score_at(alpha: float) -> Score:

@@ -51,24 +51,16 @@ def run_store(cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None
     store = Store(Path(settings.root).expanduser() if settings.root else find_default_store())
     if cfg.dry_run and settings.action in ("export", "import"):
         log.info("dry_run: store.action=%s does nothing with %s", settings.action, _read_path(settings))
-    elif settings.action == "list":
-        _list(store, settings)
-    elif settings.action == "verify":
-        _verify(store, settings, removes=settings.confirm and not cfg.dry_run)
-    elif settings.action == "export":
-        _export(store, settings, cfg)
-    elif settings.action == "import":
-        artifact = adopt(store, _read_path(settings))
-        log.info("%s %s: %s", artifact.kind, artifact.key, "was there" if artifact.reused else "imported")
-    else:
+    elif settings.action in _OF_RUNS:
         from mergekit_lab.runs.run import Run
         from mergekit_lab.runs.settle import settle
         from mergekit_lab.schema.run import check
 
         cfg = settle(cfg)
         check(cfg)
-        run = Run(cfg, folder, choices)
-        {"explain": _explain, "prune": _prune}[settings.action](run, settings)
+        _OF_RUNS[settings.action](Run(cfg, folder, choices), settings)
+    else:
+        _OF_STORES[settings.action](store, settings, cfg)
 
 
 def _select(store: Store, settings: StoreSettings, others: Sequence[Artifact] = ()) -> list[Artifact]:
@@ -83,7 +75,7 @@ def _select(store: Store, settings: StoreSettings, others: Sequence[Artifact] = 
     return artifacts
 
 
-def _list(store: Store, settings: StoreSettings) -> None:
+def _list(store: Store, settings: StoreSettings, cfg: DictConfig) -> None:
     cut = list(find_half_made(store))
     by_kind: dict[str, list[Artifact]] = defaultdict(list)
     for artifact in _select(store, settings, cut):
@@ -93,12 +85,8 @@ def _list(store: Store, settings: StoreSettings) -> None:
         log.info("%s: %d, %s", kind, len(members), say_bytes(sum(map(measure_size, members))))
         if settings.kind or settings.key:
             for artifact in members:
-                columns = (
-                    artifact.key,
-                    artifact.created,
-                    say_bytes(measure_size(artifact)),
-                    _describe(artifact),
-                )
+                size = say_bytes(measure_size(artifact))
+                columns = (artifact.key, artifact.created, size, _describe(artifact))
                 log.info("  %s", strip_controls("  ".join(columns)))
     if not by_kind:
         log.info("nothing")
@@ -113,7 +101,7 @@ def _describe(artifact: Artifact) -> str:
     return ", ".join(words)
 
 
-def _verify(store: Store, settings: StoreSettings, removes: bool) -> None:
+def _verify(store: Store, settings: StoreSettings, cfg: DictConfig) -> None:
     """Name what is not as it was published, and take it out where that is confirmed."""
     chosen = _select(store, settings, list(find_unreadable(store)))
     wrong = find_damages(chosen)
@@ -121,7 +109,7 @@ def _verify(store: Store, settings: StoreSettings, removes: bool) -> None:
     messages = "\n".join(damage.message for damage in wrong)
     if not wrong:
         log.info("%d artifacts in the store %s are intact", len(chosen), store.root)
-    elif not removes:
+    elif cfg.dry_run or not settings.confirm:
         raise InputError(
             f"{len(folders)} artifacts in the store {store.root} are damaged: store.confirm=true removes "
             f"them, and a run that needs them makes them again:\n{messages}"
@@ -213,6 +201,11 @@ def _export(store: Store, settings: StoreSettings, cfg: DictConfig) -> None:
         push_folder(out, settings.push_to, settings.push_private, ignore=["manifest.json"])  # it may name paths
 
 
+def _import(store: Store, settings: StoreSettings, cfg: DictConfig) -> None:
+    artifact = adopt(store, _read_path(settings))
+    log.info("%s %s: %s", artifact.kind, artifact.key, "was there" if artifact.reused else "imported")
+
+
 def _read_results(store: Store, artifact: Artifact) -> dict[str, float]:
     """What the store's evaluations of a model on test parts say: values by `task/metric`."""
     return {
@@ -257,3 +250,8 @@ def make_card(artifact: Artifact, is_whole: bool, title: str, results: Mapping[s
         f"Made {artifact.created} by mergekit_lab; named {artifact.key} by the hash of what decides it:\n\n"
         f"```json\n{content}\n```\n"
     )
+
+
+_OF_STORES = {"list": _list, "verify": _verify, "export": _export, "import": _import}
+_OF_RUNS = {"explain": _explain, "prune": _prune}
+"""By action: what a store holds, and what it holds for the composed run."""

@@ -17,7 +17,7 @@ from mergekit_lab.memory import fit_memory
 from mergekit_lab.reporting import Tracker
 from mergekit_lab.runs.run import MODEL, Run
 from mergekit_lab.schema.run import make_optimizer_factory
-from mergekit_lab.store.store import Workspace
+from mergekit_lab.store import Workspace
 from mergekit_lab.training import TrainingSettings
 from mergekit_lab.workers import import_ahead, run_together
 

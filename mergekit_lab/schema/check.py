@@ -22,7 +22,7 @@ from hydra.utils import get_class, get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mergekit_lab.errors import InputError, abbreviate, join_names, say_error, suggest
+from mergekit_lab.errors import InputError, abbreviate, say_error, suggest
 from mergekit_lab.ranges import require
 from mergekit_lab.schema.target import Target
 from mergekit_lab.schema.values import check_value, find_inner_type, list_options
@@ -241,33 +241,3 @@ def _find_origin(key: str, name: str) -> str:
                 if any(line.strip().startswith(f"{name}:") for line in lines):
                     return f"in {path}"
     return "in the composed configuration"
-
-
-def without_null_coefficient(node: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The node without `coefficient: null` (at its top, or in its `inner`), and whether there was one."""
-    kept = {name: value for name, value in node.items() if not (name == "coefficient" and value is None)}
-    any_left_out = len(kept) < len(node)
-    if isinstance(kept.get("inner"), dict):
-        kept["inner"], inner_found = without_null_coefficient(kept["inner"])
-        any_left_out = any_left_out or inner_found
-    return kept, any_left_out
-
-
-def list_stages(cfg: DictConfig) -> list[str]:
-    """The stages that `stage` names: one, or a list."""
-    return [cfg.stage] if isinstance(cfg.stage, str) else list(cfg.stage or ())
-
-
-def check_stages(cfg: DictConfig, known: Iterable[str]) -> list[str]:
-    """The same, if all of them are known.
-
-    Raises:
-        InputError: an unknown stage, or none.
-    """
-    known, wanted = list(known), list_stages(cfg)
-    for name in wanted:
-        if name not in known:
-            raise InputError(f"there is no stage {name!r}{suggest(str(name), known)}")
-    if not wanted:
-        raise InputError(f"stage is empty; known: {join_names(known)}")
-    return wanted

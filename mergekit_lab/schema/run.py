@@ -24,7 +24,8 @@ from mergekit_lab.optim import count_gradient_evaluations
 from mergekit_lab.optim.offset import OffsetOptimizer
 from mergekit_lab.ranges import FASTEST, require
 from mergekit_lab.reporting import Tracker
-from mergekit_lab.schema.check import build, build_partial, check_against, list_stages
+from mergekit_lab.schema.check import build, build_partial, check_against
+from mergekit_lab.schema.stages import list_stages
 from mergekit_lab.schema.store import StoreSettings
 from mergekit_lab.schema.target import Target
 from mergekit_lab.tasks import Task
@@ -273,8 +274,12 @@ def check(cfg: DictConfig) -> None:
         count_evaluations_a_step(node)
     TrainingSettings(**cfg.training).plan(count_evaluations_a_step(cfg.optimizer))
     optimizers = [cfg.optimizer, *cfg.optimizer_of.values()]
-    if cfg.training.precision == "bf16-true":
-        _refuse_vanishing_offsets(optimizers)
+    for made in map(_build_alone, optimizers) if cfg.training.precision == "bf16-true" else ():
+        if isinstance(made, OffsetOptimizer):
+            raise InputError(
+                f"bfloat16 weights would round away {type(made).__name__}'s small offsets: set "
+                "training.precision=bf16-mixed (float32 weights, bfloat16 arithmetic)"
+            )
     for node in optimizers:
         if cfg.training.get("budget") == "seconds" and "steps" in node:
             raise InputError(
@@ -306,15 +311,6 @@ def with_chosen_merger(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     made = deepcopy(cfg)
     OmegaConf.update(made, "merger", chosen, merge=False)
     return made
-
-
-def _refuse_vanishing_offsets(nodes: Iterable[DictConfig]) -> None:
-    for made in map(_build_alone, nodes):
-        if isinstance(made, OffsetOptimizer):
-            raise InputError(
-                f"bfloat16 weights would round away {type(made).__name__}'s small offsets: set "
-                "training.precision=bf16-mixed (float32 weights, bfloat16 arithmetic)"
-            )
 
 
 def _refuse_what_needs_whole_weights(finetuning: Parametrization, nodes: Iterable[DictConfig]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -71,19 +72,21 @@ class Artifact:
     schema: int = SCHEMA
 
     def find_file(self, name: str) -> Path:
-        """A file's path; its bytes are compared with the hash in the manifest, once in a process.
+        """A file's path; its bytes are compared with the hash in the manifest, once in a process unless they
+        change, and not where this process has published them.
 
         Raises:
             InputError: it was published, and is gone or other than it was.
         """
         path = self.folder / name
-        if name in self.files and path not in _sound:
+        if name in self.files and not _is_sound(path):
+            version = read_version(path)
             if wrong := self.find_damage(name):
                 raise InputError(
                     f"{wrong}: delete the folder {self.folder} (or run stage=store store.action=verify "
                     "store.confirm=true), and it is made again"
                 )
-            _sound.add(path)
+            remember_sound(path, version)
         return path
 
     def find_damage(self, name: str) -> str | None:
@@ -114,7 +117,31 @@ class Artifact:
         return f"the stored {self.kind} {self.key}"
 
 
-_sound: set[Path] = set()
+Version = tuple[int, int, int]
+"""A file's inode, size and time of change: others where it was written to or replaced."""
+_TICK = 20_000_000
+"""Nanoseconds after a change in which a file system may give another change the same time."""
+_sound: dict[Path, Version] = {}
+"""Files whose bytes are known to be the published ones, as they were then."""
+
+
+def read_version(path: Path) -> Version | None:
+    """A file's version; None where there is no file that can be asked."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def remember_sound(path: Path, version: Version | None) -> None:
+    """Remember that a file of this version has the published bytes, if it was not changed just now."""
+    if version is not None and time.time_ns() - version[-1] > _TICK:
+        _sound[path] = version
+
+
+def _is_sound(path: Path) -> bool:
+    return path in _sound and _sound[path] == read_version(path)
 
 
 def read_artifact(folder: Path) -> Artifact:

@@ -19,6 +19,7 @@ import platform
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -40,6 +41,8 @@ from mergekit_lab.store.artifact import (
     hash_bytes,
     make_key,
     read_artifact,
+    read_version,
+    remember_sound,
 )
 from mergekit_lab.store.files import discard
 from mergekit_lab.store.lock import FolderLock
@@ -228,7 +231,13 @@ class Store:
     def _publish(
         self, kind: str, key: str, out: Path, content: Mapping[str, Any], info: Mapping[str, Any]
     ) -> None:
-        files = {str(p.relative_to(out)): hash_bytes(p) for p in sorted(out.rglob("*")) if p.is_file()}
+        paths = {str(p.relative_to(out)): p for p in sorted(out.rglob("*")) if p.is_file()}
+        versions = {name: read_version(path) for name, path in paths.items()}
+        with ThreadPoolExecutor(1, "sync") as pool:  # while the disk writes, the same bytes are hashed
+            synced = [pool.submit(sync_to_disk, path) for path in paths.values()]
+            files = {name: hash_bytes(path) for name, path in paths.items()}
+            for each in synced:
+                each.result()
         manifest = {
             "schema": SCHEMA,
             "kind": kind,
@@ -242,7 +251,7 @@ class Store:
         manifest["digest"] = digest_manifest(manifest)
         text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
         (out / MANIFEST).write_bytes(text.encode(errors="backslashreplace"))  # JSON's own escapes
-        for path in out.rglob("*"):
+        for path in (out / MANIFEST, *(path for path in out.rglob("*") if path.is_dir())):
             sync_to_disk(path)
         target = self.root / kind / key
         _make_folder(target.parent)
@@ -257,6 +266,9 @@ class Store:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             log.info("%s %s was published by another process meanwhile", kind, key)  # ours was taken for dead
+        else:
+            for name, version in versions.items():
+                remember_sound(target / name, version)
         sync_to_disk(target.parent)
 
 

@@ -9,10 +9,9 @@ import stat
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.store.artifact import (
@@ -35,14 +34,8 @@ _LATEST = 4e9
 """A file's time, in seconds; later ones, which a clock may have set, are no dates."""
 
 
-@dataclass(frozen=True)
-class Damage:
-    """A published folder that is not as it was published.
-
-    Attributes:
-        folder: the damaged folder.
-        message: the problem, one line.
-    """
+class Damage(NamedTuple):
+    """A published folder that is not as it was published, and the problem in one line."""
 
     folder: Path
     message: str
@@ -112,14 +105,8 @@ def _list_states(folder: Path) -> Iterator[os.stat_result]:
                 yield path.lstat()
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Where two contents part.
-
-    Attributes:
-        path: of the key, dotted.
-        wanted, stored: the two values; None if there is none.
-    """
+class Difference(NamedTuple):
+    """Where two contents part: the key, dotted, and the two values; None if there is none."""
 
     path: str
     wanted: Any

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from mergekit_lab.backbones import Objective
 from mergekit_lab.errors import InputError
-from mergekit_lab.optim.wrapper import WrappedOptimizer
 from mergekit_lab.training.clock import NEVER, Clock
 from mergekit_lab.training.data import TaskData
 from mergekit_lab.training.module import FinetuneModule, MakeOptimizer
@@ -104,10 +103,9 @@ def finetune(
         enable_version_counter=False,
     )
     latest = _Latest(resume, filename="last", enable_version_counter=False)
-    ended = _Ended()
+    ended = best if settings.keep == "best" else _Ended()
     stopper = Stopper(resume / "last.ckpt")
-    kept = [best, latest] if settings.keep == "best" else [latest, ended]
-    called = [*([] if clock is None else [clock]), *kept, stopper, *callbacks]
+    called = [*([] if clock is None else [clock]), ended, latest, stopper, *callbacks]
     origin = CheckpointOrigin(identity, hash_weights(model.state_dict()))
     resumed = find_checkpoint(resume, origin)
     lit = _make_trainer(settings, resume, called, [SealedCheckpoints(origin)], dict(trainer or {}))
@@ -127,12 +125,11 @@ def finetune(
         finally:
             module.forget_graphs()
     lit.strategy.barrier()
-    _release(module, lit.optimizers)
     if not lit.is_global_zero:
         return None
     if ended.state is not None:
         return _collect(ended.state, ended.step, module.curve)
-    # the best ones, or those of a training that had already ended
+    # an earlier step's are the best, or the training had already ended
     file = best.best_model_path if settings.keep == "best" else resume / "last.ckpt"
     loaded = torch.load(file, weights_only=True, map_location="cpu")
     return _collect(loaded["state_dict"], int(loaded["global_step"]), module.curve)
@@ -180,21 +177,12 @@ def _collect(saved: Mapping[str, Tensor], step: int, curve: list[dict[str, float
     return Finetuned(state, curve, accuracy, step)
 
 
-def _release(module: FinetuneModule, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Free gradients, moments and copies of the weights now.
-
-    Lightning's objects refer to each other in circles and stay until Python looks for such; the next training
-    of a run would find their memory taken.
-    """
-    module.zero_grad(set_to_none=True)
-    for optimizer in optimizers:
-        if isinstance(optimizer, WrappedOptimizer):
-            optimizer.release()
-        else:
-            optimizer.state.clear()
+def _is_at_end(trainer: lightning.Trainer) -> bool:
+    """Whether no step comes after this validation."""
+    return trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
 
 
-class _Kept(ModelCheckpoint):
+class _Found(ModelCheckpoint):
     """Finds its files again where their folder has been moved since, or is seen under another path."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -206,30 +194,46 @@ class _Kept(ModelCheckpoint):
         super().load_state_dict(state_dict | moved | {"best_k_models": best, "dirpath": self.dirpath})
 
 
-class _Latest(_Kept):
+class _Latest(_Found):
     """`last.ckpt` after every validation but the last: what training ends with needs no going on from."""
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        if not trainer.should_stop and not 0 <= trainer.max_steps <= trainer.global_step:
+        if not _is_at_end(trainer):
             super().on_validation_end(trainer, pl_module)
 
 
-class _Ended(Callback):
-    """Takes what training ends with, whole and on the CPU, while the processes that hold it are still there.
+class _InMemory:
+    """Weights that were taken whole, on the CPU, while the processes that hold them are still there.
 
     Attributes:
-        state: the module's state dict; None where nothing was left to train.
+        state: the module's state dict; None where nothing was taken.
         step: of it.
     """
 
-    def __init__(self) -> None:
-        self.state: dict[str, Tensor] | None = None
-        self.step = 0
+    state: dict[str, Tensor] | None = None
+    step = 0
 
-    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def take(self, trainer: lightning.Trainer) -> None:
         state = trainer.strategy.lightning_module_state_dict()
         self.state = {name: tensor.detach().cpu() for name, tensor in state.items()}
         self.step = trainer.global_step
+
+
+class _Kept(_InMemory, _Found):
+    """`best.ckpt` after every validation but the last, whose weights no file has to hold."""
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        if not _is_at_end(trainer):
+            super().on_validation_end(trainer, pl_module)
+        elif self.check_monitor_top_k(trainer, trainer.callback_metrics[str(self.monitor)]):
+            self.take(trainer)
+
+
+class _Ended(_InMemory, Callback):
+    """Takes what training ends with."""
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self.take(trainer)
 
 
 class Progress(RichProgressBar):

@@ -121,9 +121,8 @@ def test_where_a_vector_is_alone_nothing_is_entangled() -> None:
 def test_a_line_is_the_plane_without_the_other() -> None:
     model = TinyEncoder()
     base, ends = make_experts(model)
-    weights = Weights(model, base, ends)
-    along = evaluate_line(model, weights, "a", [0.0, 0.5], make_tasks())
-    across = list(evaluate_plane(model, weights, make_tasks(), ("a", "b"), [0.0, 0.5]))
+    along = evaluate_line(model, base, ends["a"], [0.0, 0.5], make_tasks())
+    across = list(evaluate_plane(model, Weights(model, base, ends), make_tasks(), ("a", "b"), [0.0, 0.5]))
     assert along["b"]["loss"] == [across[0]["loss/b"][0], across[1]["loss/b"][0]]
 
 

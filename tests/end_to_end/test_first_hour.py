@@ -128,6 +128,10 @@ def test_a_plan_prices_a_training_by_its_gradients() -> None:
         for cfg in (compose_config([f"optimizer={name}"])[0] for name in ("adamw", "sam"))
     )
     assert estimate_seconds(PlannedArtifact("joint", sam), [PlannedArtifact("joint", plain, 100.0)]) == 200.0  # type: ignore[arg-type]
+    trained, imported = Made("experts", plain, 100.0), Made("experts", {"imported": "0f"}, 0.1)
+    for node, seconds in ((trained, 100.0), (imported, 0.1)):
+        assert estimate_seconds(node, [imported, imported, trained]) == seconds  # type: ignore[arg-type]
+    assert estimate_seconds(imported, [trained]) is None  # type: ignore[arg-type]
 
 
 def test_a_first_plan_does_not_say_that_it_takes_no_time(tmp_path) -> None:

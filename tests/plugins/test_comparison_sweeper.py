@@ -56,7 +56,7 @@ def make_sweeper(folder: Path, single: Sequence[str] = (), launch=None):
 def test_a_job_whose_weights_cannot_be_had_keeps_no_other_from_being_planned(
     tmp_path, monkeypatch, caplog
 ) -> None:
-    monkeypatch.setattr("mergekit_lab.runs.preflight.explain_unreachable", lambda: "no network")
+    monkeypatch.setattr("mergekit_lab.runs.fetch.explain_unreachable", lambda: "no network")
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
     sweeper, fixed = make_sweeper(tmp_path)
     jobs = sweeper.list_jobs([*fixed, "backbone=clip_vit_b32,glyph_clip"])

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from mergekit_lab.reporting import Origin, build_table, html, write_report
-from mergekit_lab.reporting.figures import Lines, Matrix, Plane, draw_analysis
+from mergekit_lab.reporting import Origin, RunFiles, build_table, html, write_report
+from mergekit_lab.reporting.drawing import save_figure
+from mergekit_lab.reporting.figures import chart_lines, chart_matrix, chart_mergers, chart_plane
 from mergekit_lab.reporting.origin import list_commands
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -105,20 +106,20 @@ def page(tmp_path_factory, study) -> Path:
         for record in study(tasks=4, mergers=5, optimizers=2, seeds=3)
     ]
     grid = [[float(x * y) for y in range(5)] for x in range(5)]
+    axis = [0.0, 1.0, 2.0, 3.0, 4.0]
     panels = [
-        Plane("a plane", [[math.nan, *row[1:]] for row in grid], {"here": (1.0, 1.0)}),
-        Lines("by name", "", "loss", {"a": ([0, 1], [0.1, 0.2])}, labels=["one", EVIL], logarithmic=True),
-        Lines("deviations", "n", "value", {"ties": ([1, 2], [3.0, 4.0])}, mergers=True,
-              spreads={"ties": [0.5, 0.0]}),
-        Matrix("a matrix", ["a", EVIL], [[1.0, 0.2], [0.3, 1.0]]),
+        chart_plane(
+            "a plane", [[math.nan, *row[1:]] for row in grid], (axis, axis), ("first", "second"),
+            points={"here": (1.0, 1.0)}, box=(0.0, 1.0),
+        ),
+        chart_lines("by name", "", "loss", {"a": ([0, 1], [0.1, 0.2])}, labels=["one", EVIL], logarithmic=True),
+        chart_mergers("deviations", "n", "value", {"ties": ([1, 2], [3.0, 4.0])}, spreads={"ties": [0.5, 0.0]}),
+        chart_matrix("a matrix", ["a", EVIL], [[1.0, 0.2], [0.3, 1.0]]),
     ]  # fmt: skip
     (folder / "analysis").mkdir()
-    draw_analysis(EVIL, panels, folder / "analysis" / "all", alphas=[0.0, 1.0, 2.0, 3.0, 4.0], box=(0.0, 1.0))
-    return write_report(
-        folder, records, curves={"a": CURVE}, searches={"merger1": SEARCH}, config_yaml="a: <b>", timings={},
-        origin=ORIGIN,
-        title="A <study>",
-    ).html  # fmt: skip
+    save_figure(folder / "analysis" / "all.png", EVIL, panels)
+    run = RunFiles(folder, records, "a: <b>", curves={"a": CURVE}, searches={"merger1": SEARCH}, origin=ORIGIN)
+    return write_report(run, "A <study>").html
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,9 @@ from reporting.test_report import Page, report
 
 from mergekit_lab import InputError
 from mergekit_lab.paths import find_conf_dir
-from mergekit_lab.reporting import Beside, compare, published, read_published, set_beside
-from mergekit_lab.reporting.published import find_conditions, find_doubt, unite
+from mergekit_lab.reporting import Beside, compare, paper_tables, published, read_published, set_beside
+from mergekit_lab.reporting.paper_tables import find_conditions, find_doubt
+from mergekit_lab.reporting.published import unite
 
 FOLDER = Path(__file__).parents[2] / "mergekit_lab" / "assets" / "published"
 SOURCES = sorted(path.stem for path in FOLDER.glob("*.csv"))
@@ -165,13 +166,13 @@ def test_every_row_names_each_setting_of_its_merger_and_its_optimizer() -> None:
 @pytest.fixture
 def conditions(tmp_path, monkeypatch):
     """Conditions that lack a setting, as `write(text)`."""
-    file = published._TABLES
+    file = paper_tables._TABLES
 
     def write(left_out: str) -> None:
         text = file.read_text()
         assert left_out in text
         (tmp_path / "tables.csv").write_text(text.replace(left_out, ""))
-        monkeypatch.setattr(published, "_TABLES", tmp_path / "tables.csv")
+        monkeypatch.setattr(paper_tables, "_TABLES", tmp_path / "tables.csv")
         find_conditions.cache_clear()
 
     yield write

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from mergekit_lab.errors import say_bytes, say_duration
+from mergekit_lab.failure import write_failure
 from mergekit_lab.reporting import (
     Failure,
     Origin,
@@ -34,16 +35,15 @@ KINDS = ("pdf", "png", "svg", "vl.json")
 EVIL = "<img src=x onerror=alert(1)>\"'&</script>"
 
 
-def report(folder, records, **changes):
+def report(folder, records, title="A run", **changes):
     arguments = {
         "curves": CURVES,
         "searches": SEARCHES,
         "config_yaml": "seed: 0\n",
-        "title": "A run",
         "origin": ORIGIN,
         "timings": {"finetune": Timing(61.0, computed=1, reused=2)},
     }
-    return write_report(folder, records, **{**arguments, **changes})
+    return write_report(RunFiles(folder, records, **{**arguments, **changes}), title)
 
 
 class ParsedPage(HTMLParser):
@@ -204,16 +204,16 @@ def test_headings_are_buttons_that_tell_their_order_and_cells_carry_the_number(w
 
 def test_no_name_error_or_configuration_reaches_the_page_as_markup(tmp_path, record):
     names = dict.fromkeys(("backbone", "suite", "finetuning", "task", "merger"), EVIL)
-    paths = report(
-        tmp_path,
+    report(
+        tmp_path / "run",
         [record(**names, optimizer=EVIL), record(**names, optimizer="sam")],
-        title=EVIL,
         config_yaml=EVIL,
         timings={EVIL: Timing(1.0)},
-        failures=[Failure(EVIL, EVIL, (EVIL,))],
         curves={EVIL: CURVES["task0"]},
         searches={EVIL: SEARCHES["merger0"]},
     )
+    write_failure(tmp_path / "failed", [EVIL], EVIL)
+    paths = compare([tmp_path / "run", tmp_path / "failed"], tmp_path / "all", title=EVIL)
     text = paths.html.read_text()
     page = ParsedPage(text)
     assert len(page.find_all("script")) == text.count("</script>") == 5 + len(paths.figures)
@@ -224,15 +224,12 @@ def test_no_name_error_or_configuration_reaches_the_page_as_markup(tmp_path, rec
 
 
 def test_failures_and_configuration_are_on_the_page(tmp_path, study):
-    text = report(
-        tmp_path,
-        study(1, 1),
-        config_yaml="optimizer: sam",
-        failures=[Failure("job 3", "out of memory\nat step 9", ("optimizer=sam",))],
-    ).html.read_text()
+    text = report(tmp_path / "run", study(1, 1), config_yaml="optimizer: sam").html.read_text()
+    assert '<summary>Configuration</summary><pre tabindex="0">optimizer: sam</pre>' in text
+    write_failure(tmp_path / "failed", ["optimizer=sam"], "out of memory\nat step 9")
+    text = compare([tmp_path / "run", tmp_path / "failed"], tmp_path / "all").html.read_text()
     assert '<pre tabindex="0">out of memory\nat step 9</pre>' in text
     assert "<code>optimizer=sam</code>" in text
-    assert '<summary>Configuration</summary><pre tabindex="0">optimizer: sam</pre>' in text
 
 
 def test_figures_of_analyses_in_the_runs_folder_are_on_the_page_and_every_hash(tmp_path, study):
@@ -321,20 +318,19 @@ def test_a_comparison_equals_the_table_of_all_records_and_lists_the_failed(tmp_p
     )
     (tmp_path / "nan" / "records.jsonl").write_text(lines)
     dirs = [tmp_path / name for name in ("seed0", "crashed", "empty", "seed1", "broken", "none", "odd", "nan")]
-    together = compare(dirs, tmp_path / "all", title="All", failures=[Failure("job 9", "killed")])
+    together = compare(dirs, tmp_path / "all", title="All")
 
     assert together.table == build_table(records)
     assert read_records(together.records) == records
     text = together.summary.read_text()
-    assert "- job 9 : killed" in text
     assert f"- {tmp_path / 'crashed'} optimizer=sam seed=3: CUDA out of memory" in text
     assert f"- {tmp_path / 'empty'} : no records.jsonl" in text
     assert "broken/records.jsonl, line 1: Expecting" in text
     assert f"- {tmp_path / 'none'} : no such folder" in text
     assert f"- {tmp_path / 'odd'} : " in text
     assert "nan/records.jsonl, line 1: record" in text
-    assert "7 failures: see the list." in text
-    assert len(together.failures) == 7
+    assert "6 failures: see the list." in text
+    assert len(together.failures) == 6
     assert "finetune: 2 min 02 s, 2 computed, 4 reused" in text
 
 

@@ -4,7 +4,7 @@ import struct
 import pytest
 
 from mergekit_lab import InputError
-from mergekit_lab.reporting import CsvTracker, TensorBoardTracker, Tracker, build_table
+from mergekit_lab.reporting import CsvTracker, Start, TensorBoardTracker, Tracker, build_table
 
 
 def read_rows(path):
@@ -14,7 +14,7 @@ def read_rows(path):
 
 def start_tracker(folder):
     tracker = CsvTracker()
-    tracker.start({"seed": 0}, run_dir=folder, name="n")
+    tracker.start(Start({"seed": 0}, folder, name="n"))
     return tracker
 
 
@@ -79,7 +79,7 @@ def test_whatever_fails_costs_one_warning_and_never_the_run(make, how, tmp_path,
     if how in ("a directory", "bad text"):
         damage(tmp_path, how)
     for job in ("finetune", "evaluate"):
-        tracker.start({}, run_dir=tmp_path, name="n", job_type=job)
+        tracker.start(Start({}, tmp_path, name="n", job_type=job))
         if how == "a full disk" and job == "finetune":
             tracker.log({"loss": 1.0}, step=0)
             (tmp_path / "metrics.csv").unlink()
@@ -95,14 +95,9 @@ def test_whatever_fails_costs_one_warning_and_never_the_run(make, how, tmp_path,
     assert " failed: " in warning
 
 
-def test_logging_before_the_start_is_refused(tmp_path):
-    with pytest.raises(RuntimeError, match="before start"):
-        CsvTracker().log({"loss": 1.0}, step=0)
-
-
 def test_the_base_tracker_writes_nothing(tmp_path, record):
     tracker = Tracker()
-    tracker.start({}, run_dir=tmp_path, name="n", group="g", job_type="j")
+    tracker.start(Start({}, tmp_path, name="n", group="g", job_type="j"))
     tracker.log({"loss": 1.0}, step=0)
     tracker.log_summary(build_table([record()]))
     tracker.log_figure("f", tmp_path / "none.png")
@@ -131,7 +126,7 @@ def test_tensorboards_files_hold_metrics_the_leaderboard_and_figures_by_job(tmp_
     Image.new("RGB", (100, 100)).save(tmp_path / "figure.png")
     tracker = TensorBoardTracker()
     for job in ("finetune", "evaluate"):
-        tracker.start({}, run_dir=tmp_path / "run", name="n", job_type=job)
+        tracker.start(Start({}, tmp_path / "run", name="n", job_type=job))
         tracker.log({f"{job}/loss": 2.5}, step=7)
         tracker.log_summary(build_table([record(value=0.6, expert_value=0.8)]))
         tracker.log_figure("mergers", tmp_path / "figure.png")
@@ -154,7 +149,7 @@ def test_without_the_library_tensorboard_says_what_to_install(monkeypatch):
 def test_a_metric_is_no_formula_of_a_spreadsheet_and_a_run_goes_on_in_its_file(tmp_path):
     tracker = CsvTracker()
     for step in (1, 2):
-        tracker.start({}, run_dir=tmp_path, name="run")
+        tracker.start(Start({}, tmp_path, name="run"))
         tracker.log({"=cmd/train_loss": -0.5}, step)
         tracker.finish()
     assert (tmp_path / "metrics.csv").read_text().split() == ["step,'=cmd/train_loss", "1,-0.5", "2,-0.5"]

@@ -8,7 +8,7 @@ import pytest
 from reporting.wandb_offline import KEY, read_offline_records
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.reporting import Product, WandbTracker
+from mergekit_lab.reporting import Product, Start, WandbTracker
 from mergekit_lab.reporting.wandb_link import link
 from mergekit_lab.reporting.wandb_tracker import LINEAGE
 
@@ -55,7 +55,7 @@ def test_offline_artifacts_hold_manifests_and_lineage_waits_for_the_link(server,
     tracker = WandbTracker(project="p", entity="team", mode="offline")
     first, second = chain(tmp_path / "store")[:2], chain(tmp_path / "store")[1:]
     for job, products in (("finetune", first), ("merge", second)):
-        tracker.start({}, run_dir=tmp_path / job, name="n", job_type=job, identity=f"id-{job}")
+        tracker.start(Start({}, tmp_path / job, name="n", job_type=job, identity=f"id-{job}"))
         for each in (*products, products[0]):
             tracker.log_product(each)
         tracker.finish()
@@ -76,7 +76,7 @@ def test_offline_artifacts_hold_manifests_and_lineage_waits_for_the_link(server,
 
 def test_evaluations_of_an_offline_run_tell_once_which_model_they_used(server, tmp_path):
     tracker = WandbTracker(project="p", mode="offline")
-    tracker.start({}, run_dir=tmp_path / "run", name="n", identity="i")
+    tracker.start(Start({}, tmp_path / "run", name="n", identity="i"))
     for each in chain(tmp_path / "store")[3:]:
         tracker.log_product(each)
     tracker.finish()
@@ -155,7 +155,7 @@ def test_online_inputs_are_used_as_the_objects_that_were_logged_or_by_name(monke
         [expert],
         [fisher, make_product(tmp_path / "store", "merged", "e", [make_reference("experts", "z")])],
     ):
-        tracker.start({}, run_dir=tmp_path / "run", name="n", identity="i")
+        tracker.start(Start({}, tmp_path / "run", name="n", identity="i"))
         for each in products:
             tracker.log_product(each)
     assert (asked["id"], asked["resume"]) == ("i", "allow")

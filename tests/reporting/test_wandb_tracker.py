@@ -9,7 +9,7 @@ from PIL import Image
 from reporting.wandb_offline import KEY, read_items, read_offline_records
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.reporting import WandbTracker, build_table
+from mergekit_lab.reporting import Start, WandbTracker, build_table
 from mergekit_lab.reporting.wandb_tracker import flatten
 
 # wandb.Table and wandb.Image keep their files in a TemporaryDirectory that they never close
@@ -37,7 +37,7 @@ def test_an_offline_run_holds_all_that_was_logged_and_calls_nobody(server, monke
     Image.new("RGB", (1, 1)).save(tmp_path / "figure.png")
     tracker = WandbTracker(project="a project", mode="offline")
     tags = ["glyph_clip", "sam", "ties", "ties", "", "x" * 90]
-    tracker.start(CONFIG, run_dir=tmp_path / "run", name="a name", group="a group", job_type="merge", tags=tags)
+    tracker.start(Start(CONFIG, tmp_path / "run", name="a name", group="a group", job_type="merge", tags=tags))
     tracker.log({"loss": 2.0}, step=5)
     tracker.log({"loss": 1.0}, step=1)
     tracker.log_summary(build_small_table(record))
@@ -87,7 +87,7 @@ def test_an_offline_run_holds_all_that_was_logged_and_calls_nobody(server, monke
 def test_no_secret_is_written_anywhere(server, monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     tracker = WandbTracker(mode="offline")
-    tracker.start(CONFIG, run_dir=tmp_path / "run", name="n")
+    tracker.start(Start(CONFIG, tmp_path / "run", name="n"))
     tracker.finish()
     written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert any(b"optimizer.rho" in content for content in written)
@@ -99,7 +99,7 @@ def test_without_a_key_the_run_is_offline_with_one_warning_if_online_was_asked(s
         tracker = WandbTracker(mode=mode)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            tracker.start({}, run_dir=tmp_path / str(mode), name="n")
+            tracker.start(Start({}, tmp_path / str(mode), name="n"))
         tracker.finish()
         assert len(list((tmp_path / str(mode)).glob("wandb/offline-run-*/*.wandb"))) == 1
         assert len(list_warnings(caplog)) == warnings
@@ -128,13 +128,13 @@ def test_with_a_key_the_run_is_online_unless_the_environment_says_otherwise(
         host = f"127.0.0.1:{server.getsockname()[1]}"
         (tmp_path / "netrc").write_text(f"machine {host} login user password {KEY}\n")
         monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    WandbTracker().start({}, run_dir=tmp_path, name="n")
+    WandbTracker().start(Start({}, tmp_path, name="n"))
     assert asked_modes == ["online", "offline"]
     import wandb
 
     wandb.teardown()
     monkeypatch.setenv("WANDB_MODE", "offline")
-    WandbTracker().start({}, run_dir=tmp_path, name="n")
+    WandbTracker().start(Start({}, tmp_path, name="n"))
     assert asked_modes[2:] == ["offline"]
 
 
@@ -158,7 +158,7 @@ def test_after_one_start_that_failed_online_a_tracker_stays_offline_and_warns_on
     tracker = WandbTracker()
     with caplog.at_level(logging.WARNING):
         for job in ("finetune", "merge"):
-            tracker.start({}, run_dir=tmp_path / job, name="n", job_type=job, identity=job)
+            tracker.start(Start({}, tmp_path / job, name="n", job_type=job, identity=job))
             tracker.log({"loss": 1.0}, step=1)
             tracker.finish()
     # wandb's service still holds the id of what it could not start
@@ -171,7 +171,7 @@ def test_after_one_start_that_failed_online_a_tracker_stays_offline_and_warns_on
 def test_a_broken_wandb_costs_one_warning_and_never_the_run(asked_modes, tmp_path, record, caplog):
     tracker = WandbTracker(mode="offline")
     with caplog.at_level(logging.WARNING):
-        tracker.start({}, run_dir=tmp_path, name="n")
+        tracker.start(Start({}, tmp_path, name="n"))
         tracker.log({"loss": 1.0}, step=0)
         tracker.log_summary(build_small_table(record))
         tracker.log_figure("f", tmp_path / "none.png")
@@ -181,7 +181,7 @@ def test_a_broken_wandb_costs_one_warning_and_never_the_run(asked_modes, tmp_pat
 
 def test_failures_after_the_start_are_one_warning_and_later_metrics_still_arrive(server, tmp_path, caplog):
     tracker = WandbTracker(mode="offline")
-    tracker.start({}, run_dir=tmp_path, name="n")
+    tracker.start(Start({}, tmp_path, name="n"))
     with caplog.at_level(logging.WARNING):
         tracker.log_figure("f", tmp_path / "none.png")
         tracker.log_figure("f", tmp_path / "none.png")
@@ -194,9 +194,9 @@ def test_failures_after_the_start_are_one_warning_and_later_metrics_still_arrive
 
 def test_a_run_that_was_never_finished_does_not_lend_itself_to_the_next(server, tmp_path):
     abandoned = WandbTracker(mode="offline")
-    abandoned.start({}, run_dir=tmp_path / "a", name="a")
+    abandoned.start(Start({}, tmp_path / "a", name="a"))
     tracker = WandbTracker(mode="offline")
-    tracker.start({}, run_dir=tmp_path / "b", name="b")
+    tracker.start(Start({}, tmp_path / "b", name="b"))
     tracker.finish()
     abandoned.finish()
     for name in ("a", "b"):
@@ -208,7 +208,7 @@ def test_the_same_configuration_goes_on_in_the_same_run_unless_told_not_to(serve
     ids = []
     for resume, folder in ((True, "a"), (True, "b"), (False, "c")):
         tracker = WandbTracker(mode="offline", resume=resume)
-        tracker.start({}, run_dir=tmp_path / folder, name="n", identity="same")
+        tracker.start(Start({}, tmp_path / folder, name="n", identity="same"))
         tracker.finish()
         ids += [r.run.run_id for r in read_offline_records(tmp_path / folder) if r.HasField("run")][:1]
     assert ids[:2] == ["same", "same"]
@@ -258,7 +258,7 @@ def test_offline_runs_print_one_line_in_all(server, monkeypatch, tmp_path, capfd
     monkeypatch.delenv("WANDB_SILENT")
     tracker = WandbTracker(mode="offline")
     for job in ("finetune", "merge"):
-        tracker.start({}, run_dir=tmp_path / "run", name=job)
+        tracker.start(Start({}, tmp_path / "run", name=job))
         tracker.log({"loss": 1.0}, step=1)
         tracker.finish()
     assert "".join(capfd.readouterr()) == ""

@@ -8,8 +8,8 @@ class RecordingTracker(Tracker):
 
     calls: list[tuple[str, dict]] = []  # noqa: RUF012
 
-    def start(self, config, **named):
-        self.calls.append(("start", {"config": config, **named}))
+    def start(self, start):
+        self.calls.append(("start", vars(start)))
 
     def log_product(self, product):
         self.calls.append(

@@ -23,9 +23,9 @@ from mergekit_lab.kept_results import keep_results
 from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
-from mergekit_lab.reporting.figures import draw_analysis
+from mergekit_lab.reporting.drawing import save_figure
 from mergekit_lab.runs import analyze as stage
-from mergekit_lab.runs.analyses import Analysis, ablations, contract, distribution, paths, sweeps, vectors
+from mergekit_lab.runs.analyses import Analysis, ablations, contract, paths, planes, sweeps, vectors
 from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.check import build
 from mergekit_lab.schema.run import Curvature
@@ -73,7 +73,7 @@ def analyze(folder: Path, store: Path, name: str, *overrides: str, drawn: bool =
     common = ["stage=analyze", f"analysis={name}", "joint=false"]
     if not any(each.startswith("merger=") for each in SMALL[name]):
         common.append("merger=task_arithmetic")
-    with nullcontext() if drawn else patch.object(stage, "draw_analysis", lambda *_, **__: [folder]):
+    with nullcontext() if drawn else patch.object(stage, "save_figure", lambda *_: folder):
         go(folder, store, *common, *SMALL[name], *overrides)
     return json.loads((folder / f"analysis/{name}.json").read_text())
 
@@ -131,7 +131,7 @@ def test_the_analysis_of_the_page_measures_the_stored_experts(trained, tmp_path,
     assert all(0.01 < norm < 10 for norm in moved.values())
     drawing = build(cfg.analysis, Analysis).draw(moved)
     with leave_undrawn():
-        assert draw_analysis(drawing.title, drawing.panels, tmp_path / "figure", **drawing.options)[0].exists()
+        assert save_figure(tmp_path / "figure.png", drawing.title, drawing.panels).exists()
 
 
 def test_landscape_and_disentanglement_share_one_pass(trained, tmp_path) -> None:
@@ -146,8 +146,6 @@ def test_landscape_and_disentanglement_share_one_pass(trained, tmp_path) -> None
 
 
 def test_a_plane_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypatch) -> None:
-    from mergekit_lab.runs.analyses import planes
-
     _, store = trained
     options = ["analysis.points=4", "analysis.others=0.3"]
     real, counts = planes.evaluate_plane, []
@@ -171,19 +169,18 @@ def test_a_plane_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypatc
 
 
 def test_a_barrier_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypatch) -> None:
-    from mergekit_lab.runs.analyses import paths
-
     _, store = trained
     options = ["analysis.points=4"]
-    real, lines = paths.evaluate_line, []
+    real, lines = contract.evaluate_line, []
 
-    def cut(model, weights, label, *args):
+    def cut(model, start, end, alphas, tasks, size):
+        (label,) = tasks
         if lines == ["digits"] and label == "latin" and not (tmp_path / "again").exists():
             raise KeyboardInterrupt
         lines.append(label)
-        return real(model, weights, label, *args)
+        return real(model, start, end, alphas, tasks, size)
 
-    monkeypatch.setattr(paths, "evaluate_line", cut)
+    monkeypatch.setattr(contract, "evaluate_line", cut)
     with pytest.raises(KeyboardInterrupt):
         analyze(tmp_path / "cut", store, "barrier", *options)
     (tmp_path / "again").mkdir()
@@ -195,7 +192,7 @@ def test_a_barrier_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypa
     ("name", "where", "what", "pieces"),
     [
         ("task_vectors", vectors.TaskVectors, "measure_spectrum", 2),
-        ("distribution", distribution.EntryDistribution, "measure_entries", 3),
+        ("distribution", vectors.EntryDistribution, "measure_entries", 3),
         ("curvature_gain", sweeps, "merge_experts", 2),
     ],
 )
@@ -308,9 +305,6 @@ def test_rows_with_nan_are_read_back_and_written_as_null(tmp_path) -> None:
     assert math.isnan(recall(("a", 1))["loss"][0])
     assert recall(("b", 2)) == {"loss": [math.inf]}
     assert file.read_text().splitlines()[2] == '[["b", 2], {"loss": [null]}]'
-    panel = contract.make_plane_panel("loss", [[1.0, math.nan], [3.0, 2.0]])
-    assert math.isnan(panel.values[0][1])
-    assert panel.title == "loss (1 of 4 not finite)"
     assert math.isnan(measure_barrier([1.0, math.nan, 0.0], [0.0, 0.5, 1.0]))
 
 
@@ -318,18 +312,16 @@ def test_a_task_whose_expert_scores_zero_does_not_choose_the_coefficient(
     trained, tmp_path, monkeypatch
 ) -> None:
     """Without it latin's values over next to nothing would decide."""
-    from mergekit_lab.runs.analyses import paths, sweeps
-
     values = {"digits": {0.5: 0.8, 1.0: 0.4}, "latin": {0.5: 0.0, 1.0: 0.01}}
     own = {"digits": 0.8, "latin": 0.0}
 
-    def evaluate(model, weights, label, alphas, tasks, size):
+    def evaluate(model, start, end, alphas, tasks, size):
         def get_value(task, alpha):
-            return own[task] if label in tasks else values[task][alpha]
+            return own[task] if len(tasks) == 1 else values[task][alpha]
 
         return {t: {"loss": [1.0] * len(alphas), "value": [get_value(t, a) for a in alphas]} for t in tasks}
 
-    monkeypatch.setattr(sweeps, "evaluate_line", evaluate)
+    monkeypatch.setattr(contract, "evaluate_line", evaluate)
     (point,) = analyze(tmp_path / "a", trained[1], "expert_count", "analysis.samples=19")["points"]
     assert (point["coefficient"], point["normalized"], point["left_out"]) == (0.5, 1.0, ["latin"])
     assert point["value"] == pytest.approx(0.4)
@@ -339,8 +331,8 @@ def test_a_task_whose_expert_scores_zero_does_not_choose_the_coefficient(
     swept = {"task_arithmetic": {t: {"value": [0.4, 0.01]} for t in values}}
     data = {"alphas": [0.5, 1.0], "experts": {"digits": 0.8, "latin": 0.0}, "mergers": swept}
     drawing = paths.AlphaSweep().draw(data)
-    assert drawing.panels[0].curves["task_arithmetic"][1] == pytest.approx([50.0, 1.25])
-    assert "without latin" in drawing.panels[0].title
+    assert [p["y"] for p in drawing.panels[0]["data"]["values"]] == pytest.approx([50.0, 1.25])
+    assert "without latin" in drawing.panels[0]["title"]
 
 
 def test_the_ends_of_a_way_between_experts_lie_on_the_straight_line(trained, tmp_path) -> None:
@@ -407,14 +399,12 @@ def test_the_curvatures_gain_is_not_negative(trained, tmp_path) -> None:
 
 
 def test_a_plane_of_the_cloud_is_that_of_a_singular_value_decomposition() -> None:
-    from mergekit_lab.runs.analyses.cloud import find_principal_plane
-
     generator = torch.Generator().manual_seed(0)
     base = {"a": torch.randn(3, 4, generator=generator), "steps": torch.tensor(2)}
     ends = {
         t: {"a": base["a"] + torch.randn(3, 4, generator=generator), "steps": torch.tensor(2)} for t in "wxyz"
     }
-    shares, coordinates, explained = find_principal_plane(ends, base)
+    shares, coordinates, explained = planes.find_principal_plane(ends, base)
     vectors = torch.stack([(end["a"] - base["a"]).flatten().double() for end in ends.values()])
     centered = vectors - vectors.mean(dim=0)
     _, s, vh = torch.linalg.svd(centered, full_matrices=False)
@@ -433,6 +423,11 @@ def test_no_coefficient_is_chosen_on_test_where_fishers_shrink() -> None:
     assert ablations.FisherFraction().coefficients == (1.0,)
 
 
+def test_a_value_out_of_range_is_refused_where_no_configuration_gives_it() -> None:
+    with pytest.raises(InputError, match=r"analysis.rank is 0; it must be at least 1"):
+        vectors.TaskVectors(rank=0)
+
+
 def test_a_share_of_samples_is_whole_batches_and_one_at_least() -> None:
     curvature = Curvature(
         kind=None, samples=None, fraction=0.005, batch=64, estimate="per_sample", sampled=False, chunk=8
@@ -443,7 +438,7 @@ def test_a_share_of_samples_is_whole_batches_and_one_at_least() -> None:
 def test_what_bfloat16_rounds_away_of_a_task_vector_is_counted() -> None:
     base = torch.ones(2000, dtype=torch.bfloat16)
     moved = 1 + torch.linspace(-0.004, 0.004, 2000)
-    measure = distribution.EntryDistribution(bins=11).measure_entries
+    measure = vectors.EntryDistribution(bins=11).measure_entries
     exact = measure(contract.subtract(moved, base))
     rounded = measure(contract.subtract(moved.bfloat16(), base))
     assert exact["share_unchanged"] == 0
@@ -457,4 +452,5 @@ def test_the_mean_over_tasks_stands_beside_their_curvatures() -> None:
         for at in (0.0, 1.0)
     ]
     drawing = paths.HessianPath().draw({"shares": [0.0, 1.0], "points": points})
-    assert drawing.panels[0].curves["mean"] == ([0.0, 1.0], [2.0, 3.0])
+    mean = [(p["x"], p["y"]) for p in drawing.panels[0]["data"]["values"] if p["name"] == "mean"]
+    assert mean == [(0.0, 2.0), (1.0, 3.0)]

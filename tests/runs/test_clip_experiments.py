@@ -18,7 +18,8 @@ from mergekit_lab import InputError, reporting
 from mergekit_lab.backbones import OpenClip, to_transformers
 from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.programs import start
-from mergekit_lab.reporting.published import Beside, read_beside, read_published, set_beside
+from mergekit_lab.reporting.paper_tables import read_published
+from mergekit_lab.reporting.published import Beside, read_beside, set_beside
 from mergekit_lab.runs import published
 from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.check import build

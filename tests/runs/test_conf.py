@@ -11,10 +11,10 @@ from omegaconf import OmegaConf
 from mergekit_lab import InputError
 from mergekit_lab.merging import Method
 from mergekit_lab.paths import find_conf_dir
-from mergekit_lab.runs.entry import STAGES
 from mergekit_lab.runs.settle import settle
-from mergekit_lab.schema.check import build, check_stages, with_floats
+from mergekit_lab.schema.check import build, with_floats
 from mergekit_lab.schema.run import Main, check, make_optimizer_factory
+from mergekit_lab.schema.stages import STAGES, check_stages
 
 GROUPS = [
     *("backbone", "suite", "finetuning", "optimizer", "training", "curvature"),
@@ -185,10 +185,10 @@ def test_a_methods_own_complaint_comes_through() -> None:
 
 def test_stages_are_listed_in_short_and_long_form() -> None:
     cfg, _ = compose_config([])
-    assert check_stages(cfg, STAGES) == [name for name in STAGES if name != "analyze"]
-    assert check_stages(compose_config(["stage=report"])[0], STAGES) == ["report"]
+    assert check_stages(cfg) == [name for name in STAGES if name != "analyze"]
+    assert check_stages(compose_config(["stage=report"])[0]) == ["report"]
     with pytest.raises(InputError, match=r"'marge'.*'merge'"):
-        check_stages(compose_config(["stage=marge"])[0], STAGES)
+        check_stages(compose_config(["stage=marge"])[0])
 
 
 def test_values_of_a_composed_configuration_are_plain() -> None:

@@ -16,7 +16,7 @@ import mergekit_lab.backbones.open_clip as room
 from mergekit_lab import InputError
 from mergekit_lab.backbones import OpenClip, to_transformers
 from mergekit_lab.programs import start
-from mergekit_lab.runs.preflight import list_missing
+from mergekit_lab.runs.fetch import list_missing
 from mergekit_lab.runs.published_experts import find_expert, must_download
 from mergekit_lab.schema.check import build
 from mergekit_lab.tasks import HubImages

@@ -9,6 +9,7 @@ from composing import TINY, compose_config
 
 from mergekit_lab import InputError
 from mergekit_lab.backbones import OpenClip, linearize
+from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.evaluation import score
 from mergekit_lab.optim import fit_offset
 from mergekit_lab.paths import find_conf_dir
@@ -73,8 +74,11 @@ def test_a_run_of_linearized_experts_evaluates_the_expansion_at_the_merged_weigh
 
 def test_fishers_of_linearized_experts_have_the_bases_names(tmp_path) -> None:
     overrides = ["finetuning=linearized", "merger=fisher", "joint=false", "training.steps=1"]
-    run = go(tmp_path / "run", tmp_path / "store", *overrides, "training.warmup_steps=0", "curvature.samples=4")
-    fisher = load_state(run.need(declare_side_input(run, "fisher", "digits")), "fisher.safetensors")
+    run = go(
+        tmp_path / "run", tmp_path / "store", *overrides, "training.warmup_steps=0", "curvature.samples=4"
+    )
+    side = run.need(declare_side_input(run, "fisher", "digits"))
+    fisher = dict(open_checkpoint(side.find_file("fisher.safetensors")))
     assert fisher.keys() == {n for n, t in BASE.make_model().state_dict().items() if t.is_floating_point()}
     assert all(float(t.max()) > 0 for t in fisher.values())
 

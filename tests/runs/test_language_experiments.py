@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
-from mergekit_lab.reporting.published import find_conditions, read_beside, read_published, set_beside
+from mergekit_lab.reporting.paper_tables import find_conditions, read_published
+from mergekit_lab.reporting.published import read_beside, set_beside
 from mergekit_lab.runs import published
 from mergekit_lab.runs.finetune import plan_settings
 from mergekit_lab.runs.run import Run

@@ -21,8 +21,8 @@ from mergekit_lab.backbones.clip_weights import ClipWeights
 from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.programs import start
 from mergekit_lab.runs.curvature import declare_side_input
+from mergekit_lab.runs.fetch import list_missing, refuse_missing
 from mergekit_lab.runs.finetune import declare_expert
-from mergekit_lab.runs.preflight import list_missing, refuse_missing
 from mergekit_lab.runs.published_experts import find_expert
 from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.check import build
@@ -374,7 +374,7 @@ def test_without_a_network_a_sweep_says_it_once_for_all_jobs_before_the_first(tm
 
 
 def test_a_sweep_goes_on_while_one_job_lacks_nothing(data, tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr("mergekit_lab.runs.preflight.explain_unreachable", lambda: "no network")
+    monkeypatch.setattr("mergekit_lab.runs.fetch.explain_unreachable", lambda: "no network")
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     lacking = [compose_config([*ONE_TASK, f"backbone={name}"])[0] for name in ("clip_vit_b32", "clip_vit_b16")]

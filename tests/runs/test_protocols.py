@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from mergekit_lab.paths import find_conf_dir
-from mergekit_lab.reporting.published import read_protocols
+from mergekit_lab.reporting.paper_tables import read_protocols
 from mergekit_lab.runs.published import is_equal
 from mergekit_lab.schema.run import check
 

@@ -6,7 +6,7 @@ import pytest
 from composing import compose_config
 
 from mergekit_lab.reporting import set_beside
-from mergekit_lab.reporting.published import find_conditions
+from mergekit_lab.reporting.paper_tables import find_conditions
 from mergekit_lab.runs import published
 from mergekit_lab.runs.published import read_protocol
 from mergekit_lab.runs.run import Run

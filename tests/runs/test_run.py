@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,32 @@ def test_a_merged_model_in_the_store_is_what_the_method_gives(finished) -> None:
     wanted = merge_state_dicts(base, experts, WeightAverage())
     stored = open_checkpoint(store / "merged" / key)
     assert all(torch.equal(stored[name], value) for name, value in wanted.items())
+
+
+def test_merges_of_a_stage_read_every_expert_once_where_a_device_has_room(
+    finished, tmp_path, monkeypatch
+) -> None:
+    from mergekit_lab.merging import TIES, WeightAverage
+    from mergekit_lab.runs import combine
+
+    _, store = finished
+    merge_experts = partial(combine.merge_experts, stays=True)
+    run = Run(composed([*TINY, f"store.root={store}"])[0], tmp_path, {"optimizer": "adamw"})
+    opened: list[Path] = []
+
+    def open_counted(path: Path):
+        opened.append(path)
+        return open_checkpoint(path)
+
+    monkeypatch.setattr(combine, "open_checkpoint", open_counted)
+    methods = [WeightAverage(), TIES(density=0.3), TIES(density=0.1)]
+    wanted = [merge_experts(run, method) for method in methods]
+    assert not opened
+    monkeypatch.setattr(combine, "read_total_memory", lambda device: 1 << 30)
+    for method, state in zip(methods, wanted, strict=True):
+        again = merge_experts(run, method)
+        assert all(torch.equal(again[name], value) for name, value in state.items())
+    assert len(opened) == len(set(opened)) == len(run.experts)
 
 
 def test_a_compiled_model_scores_the_same_and_one_that_cannot_be_compiled_runs_as_written(

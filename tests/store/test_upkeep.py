@@ -192,6 +192,28 @@ def test_a_damaged_checkpoint_is_named_when_it_is_read_and_by_verify(tmp_path, d
     assert again.files == stored.files
 
 
+def test_what_a_process_published_is_hashed_once_unless_it_changes(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("mergekit_lab.store.artifact._TICK", 0)
+    hashed, hash_bytes = [], artifact.hash_bytes
+
+    def count(path: Path) -> str:
+        hashed.append(path)
+        return hash_bytes(path)
+
+    for module in ("artifact", "store"):
+        monkeypatch.setattr(f"mergekit_lab.store.{module}.hash_bytes", count)
+    made = Store(tmp_path).obtain("experts", CONTENT, weights())
+    file = made.find_file("model.safetensors")
+    assert len(hashed) == 1
+    os.utime(file, (1, 1))
+    for _ in range(2):
+        made.find_file("model.safetensors")
+    assert len(hashed) == 2
+    flip(file)
+    with pytest.raises(InputError, match="is damaged"):
+        made.find_file("model.safetensors")
+
+
 def test_a_manifest_of_another_artifact_is_named_by_whoever_reads_it(tmp_path) -> None:
     store = Store(tmp_path)
     artifact, other = (store.obtain("experts", CONTENT | {"seed": seed}, make_weights()) for seed in (0, 1))

@@ -21,12 +21,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated")
 SETTINGS = TrainingSettings(steps=12, batch_size=8, lr=1e-2, weight_decay=0.0, validations=3, keep="last")
 
 
-def train(resume: Path, head, on_metrics=None, keep: str = "last", identity: str = "expert a", model=None):
+def train(resume: Path, head, on_metrics=None, identity: str = "expert a", model=None, **settings):
     return finetune(
         model or TinyEncoder(),
         {"a": make_tiny_objective(head)},
         lambda named: torch.optim.SGD([p for _, p in named], lr=1e-2, momentum=0.9),
-        replace(SETTINGS, keep=keep),
+        replace(SETTINGS, **settings),
         seed=0,
         resume=resume,
         identity=identity,
@@ -225,6 +225,13 @@ def test_a_checkpoint_that_was_trained_from_other_weights_is_told_and_not_gone_o
         others.append(train(tmp_path / folder, head, keep="best", model=model).state)
     assert "last.ckpt (it was trained" in caplog.text
     assert all(torch.equal(value, others[1][name]) for name, value in others[0].items())
+
+
+def test_weights_that_training_ends_with_are_in_no_file(tmp_path, head) -> None:
+    kept = [train(tmp_path / keep, head, keep=keep, validations=1) for keep in ("best", "last")]
+    assert not list(tmp_path.rglob("*.ckpt"))
+    assert [each.step for each in kept] == [SETTINGS.steps] * 2
+    assert all(torch.equal(value, kept[1].state[name]) for name, value in kept[0].state.items())
 
 
 def test_a_pipe_where_a_checkpoint_is_written_first_is_removed(tmp_path, head) -> None:

@@ -1,19 +1,17 @@
 """What the stage `analyze` can do, one frozen dataclass each; the group `analysis` names them."""
 
 from mergekit_lab.runs.analyses.ablations import FinetuningSteps, FisherFraction
-from mergekit_lab.runs.analyses.cloud import ExpertCloud
 from mergekit_lab.runs.analyses.contract import (
     Analysis,
     Drawing,
+    OnSamples,
     compute_each,
     describe_experts,
-    describe_part,
 )
-from mergekit_lab.runs.analyses.distribution import EntryDistribution
 from mergekit_lab.runs.analyses.paths import AlphaSweep, HessianPath, JointTaskLinearity, LossBarrier
-from mergekit_lab.runs.analyses.planes import Disentanglement, Landscape
+from mergekit_lab.runs.analyses.planes import Disentanglement, ExpertCloud, Landscape
 from mergekit_lab.runs.analyses.sweeps import CurvatureGain, ExpertCount, RankSweep
-from mergekit_lab.runs.analyses.vectors import CrossTaskLinearity, TaskVectors
+from mergekit_lab.runs.analyses.vectors import CrossTaskLinearity, EntryDistribution, TaskVectors
 
 __all__ = [
     "AlphaSweep",
@@ -31,9 +29,9 @@ __all__ = [
     "JointTaskLinearity",
     "Landscape",
     "LossBarrier",
+    "OnSamples",
     "RankSweep",
     "TaskVectors",
     "compute_each",
     "describe_experts",
-    "describe_part",
 ]

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 from annotated_types import Gt, Le, MinLen
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.reporting.figures import Lines
+from mergekit_lab.reporting.figures import Curve, chart_lines, chart_mergers
 from mergekit_lab.runs.analyses.contract import Count, Data, Drawing, compute_each, say_left_out
-from mergekit_lab.runs.analyses.sweeps import Sweep, draw_best, merge_keys, score_experts
+from mergekit_lab.runs.analyses.sweeps import Sweep, draw_best, merge_keys
 from mergekit_lab.runs.curvature import declare_side_input, stage_curvature
 from mergekit_lab.runs.finetune import declare_expert, stage_finetune
 from mergekit_lab.runs.run import Run
@@ -32,19 +32,14 @@ class FisherFraction(Sweep):
     """
 
     fractions: Annotated[tuple[Annotated[float, Gt(0), Le(1)], ...], MinLen(1)] = (
-        0.005,
-        0.01,
-        0.05,
-        0.1,
-        0.25,
-        0.5,
-        1.0,
+        *(0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0),
     )
     batch: Count | None = 64
     coefficients: Annotated[tuple[float, ...], MinLen(1)] = (1.0,)
     part: Part = "test"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.part == "test" and len(self.coefficients) > 1:
             raise InputError(
                 "analysis.part=test takes one coefficient, because none may be chosen on test data: set one "
@@ -66,7 +61,7 @@ class FisherFraction(Sweep):
         return self.describe_shared(run, "fisher_fraction") | {"merges": merges}
 
     def compute(self, run: Run, resume: Path) -> Data:
-        own = score_experts(run, self.part, self.samples)
+        own = self.score_experts(run)
 
         def compute(cell: tuple[str, float]) -> Data:
             label, fraction = cell
@@ -81,7 +76,7 @@ class FisherFraction(Sweep):
             }
 
         cells = [(label, fraction) for label in self._list_labels(run) for fraction in self.fractions]
-        return {"points": list(compute_each(run, cells, compute, resume / "cells.jsonl", "Fishers").values())}
+        return {"points": list(compute_each(run, resume, cells, compute, "Fishers").values())}
 
     def draw(self, data: Data) -> Drawing:
         points = [point | {"percent": 100 * point["fraction"]} for point in data["points"]]
@@ -126,11 +121,11 @@ class FinetuningSteps(Sweep):
             with closing(self._vary(run, share)) as variant:
                 stage_finetune(variant)
                 stage_curvature(variant)
-                own = score_experts(variant, self.part, self.samples)
+                own = self.score_experts(variant)
                 merged = {label: self.find_best(variant, m.method, own) for label, m in variant.mergers.items()}
                 return {"steps": variant.training.steps, "experts": own, "mergers": merged}
 
-        points = compute_each(run, self.shares, compute, resume / "cells.jsonl", "fine-tuning")
+        points = compute_each(run, resume, self.shares, compute, "fine-tuning")
         return {"points": list(points.values())}
 
     def draw(self, data: Data) -> Drawing:
@@ -138,30 +133,18 @@ class FinetuningSteps(Sweep):
         steps = [point["steps"] for point in points]
         mean = [100 * sum(p["experts"].values()) / len(p["experts"]) for p in points]
 
-        def make_curves(of: str) -> dict[str, Any]:
+        def make_curves(of: str) -> dict[str, Curve]:
             return {m: (steps, [100 * p["mergers"][m][of] for p in points]) for m in points[0]["mergers"]}
 
         single = {task: (steps, [100 * p["experts"][task] for p in points]) for task in points[0]["experts"]}
-        panels: list[Any] = [
-            Lines(
-                "mean over tasks",
-                "steps",
-                "value (%)",
-                {"experts": (steps, mean), **make_curves("value")},
-                mergers=True,
-            ),
-            Lines("experts by task", "steps", "value (%)", single),
+        means = {"experts": (steps, mean), **make_curves("value")}
+        panels = [
+            chart_mergers("mean over tasks", "steps", "value (%)", means),
+            chart_lines("experts by task", "steps", "value (%)", single),
         ]
         if points[0]["mergers"]:
             best = [each for point in points for each in point["mergers"].values()]
             left_out = say_left_out(task for each in best for task in each.get("left_out", ()))
-            panels.append(
-                Lines(
-                    f"merged{left_out}",
-                    "steps",
-                    "value (% of the experts')",
-                    make_curves("normalized"),
-                    mergers=True,
-                )
-            )
-        return Drawing(f"Steps of fine-tuning, {self.part}", panels, {})
+            shares = make_curves("normalized")
+            panels.append(chart_mergers(f"merged{left_out}", "steps", "value (% of the experts')", shares))
+        return Drawing(f"Steps of fine-tuning, {self.part}", panels)

@@ -11,18 +11,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from mergekit_lab.analysis.plane import Sample
+from mergekit_lab.analysis.plane import Sample, evaluate_line
 from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.kept_results import Cell, keep_results
-from mergekit_lab.reporting.figures import Panel, Plane
+from mergekit_lab.reporting.encoding import Chart
 from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.run import Run, load_state
+from mergekit_lab.schema.values import check_value
 from mergekit_lab.tasks import Part
 
 Data = dict[str, Any]
@@ -32,15 +33,19 @@ Count = Annotated[int, Ge(1)]
 
 @dataclass(frozen=True)
 class Drawing:
-    """One figure: panels, and what `draw_analysis` takes besides."""
+    """One figure."""
 
     title: str
-    panels: list[Panel]
-    options: Mapping[str, Any]
+    panels: list[Chart]
 
 
 class Analysis:
-    """Base of all analyses. The types of the fields say which values a configuration may give."""
+    """Base of all analyses. The types of the fields say which values they may have."""
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self), include_extras=True)
+        for name in type(self).__dataclass_fields__:  # type: ignore[attr-defined]
+            check_value(getattr(self, name), hints[name], f"analysis.{name}")
 
     def describe_content(self, run: Run) -> dict[str, Any]:
         """Everything that decides the numbers, and nothing else."""
@@ -88,19 +93,43 @@ def describe_scores(run: Run, tasks: Iterable[str]) -> dict[str, Any]:
     return {"data": run.describe_data(names), "scores": how}
 
 
-def describe_part(
-    run: Run, part: Part, samples: int | None, tasks: Iterable[str] | None = None
-) -> dict[str, Any]:
-    """What names the samples that `sample` gives of these tasks, by default of all."""
-    content = describe_scores(run, run.tasks if tasks is None else tasks)
-    return content | {"part": part, "samples": samples, "seed": run.seed}
+@dataclass(frozen=True, kw_only=True)
+class OnSamples(Analysis):
+    """Base of analyses that evaluate models on samples of tasks.
 
+    Args:
+        part: train, validation or test; no coefficient may be chosen on test.
+        samples: of each task, at most; None takes all.
+    """
 
-def take_samples_of(
-    run: Run, part: Part, samples: int | None, tasks: Iterable[str] | None = None
-) -> dict[str, Sample]:
-    """`sample` of each of these tasks, by default of all."""
-    return {task: sample(run, task, part, samples) for task in (run.tasks if tasks is None else tasks)}
+    part: Part = "validation"
+    samples: Count | None = None
+
+    def describe_part(self, run: Run, tasks: Iterable[str] | None = None) -> dict[str, Any]:
+        """What names the samples of these tasks, by default of all."""
+        content = describe_scores(run, run.tasks if tasks is None else tasks)
+        return content | {"part": self.part, "samples": self.samples, "seed": run.seed}
+
+    def take_samples(self, run: Run, tasks: Iterable[str] | None = None) -> dict[str, Sample]:
+        """Those samples, by task."""
+        names = run.tasks if tasks is None else tasks
+        return {task: sample(run, task, self.part, self.samples) for task in names}
+
+    def score_line(
+        self, run: Run, start: Mapping[str, Tensor], end: Mapping[str, Tensor], alphas: Sequence[float],
+        tasks: Iterable[str] | None = None,
+    ) -> dict[str, dict[str, list[float]]]:  # fmt: skip
+        """Loss and value of tasks along `start + α (end − start)`; see `evaluate_line`."""
+        chosen = self.take_samples(run, tasks)
+        return evaluate_line(run.model, start, end, alphas, chosen, run.cfg.evaluation_batch_size)
+
+    def score_experts(self, run: Run) -> dict[str, float]:
+        """Every expert's value on its own task."""
+        states = ((task, read_states(run, [task])[task]) for task in run.tasks)
+        return {
+            task: self.score_line(run, run.base_state, state, [1.0], [task])[task]["value"][0]
+            for task, state in states
+        }
 
 
 def check_tasks(run: Run, names: Iterable[str], what: str) -> None:
@@ -125,6 +154,11 @@ def choose_pairs(run: Run, pairs: list[list[str]] | None, *, default: int | None
             raise InputError(f"analysis.pairs has {list(pair)}; a pair is two different tasks")
         chosen.append((pair[0], pair[1]))
     return chosen
+
+
+def add_planes(planes: Iterable[Sequence[Sequence[float]]]) -> list[list[float]]:
+    """The sum of values over the same two coefficients."""
+    return [[sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*planes, strict=True)]
 
 
 def make_grid(low: float, high: float, points: int) -> list[float]:
@@ -167,27 +201,22 @@ def say_left_out(left_out: Iterable[str]) -> str:
     return f", without {join_names(names)} (experts at 0)" if names else ""
 
 
-def make_plane_panel(
-    title: str, values: Sequence[Sequence[float]], points: Mapping[str, tuple[float, float]] | None = None
-) -> Plane:
-    """A panel over two coefficients, whose title counts the cells that are not finite."""
-    cells = [value for row in values for value in row]
-    lost = sum(not math.isfinite(value) for value in cells)
-    if lost:
-        title = f"{title} ({lost} of {len(cells)} not finite)"
-    return Plane(title, values, points or {})
-
-
 def compute_each(
-    run: Run, cells: Iterable[Cell], compute: Callable[[Cell], Any], file: Path, title: str
+    run: Run,
+    resume: Path,
+    cells: Iterable[Cell],
+    compute: Callable[[Cell], Any],
+    title: str,
+    name: str = "cells",
 ) -> dict[Cell, Any]:
-    """What `compute` gives for each of these cells; those of an earlier try are read from `file`.
+    """What `compute` gives for each of these cells; those of an earlier try are read back.
 
     Args:
+        resume: a folder that stays when the process is cut.
         cells: strings, numbers, or tuples of them.
         compute: gives what JSON can hold, but for NaN and infinities.
-        file: one that stays when the process is cut.
         title: of the progress bar.
+        name: of the file of results.
     """
-    recall = keep_results(compute, file)
+    recall = keep_results(compute, resume / f"{name}.jsonl")
     return {cell: recall(cell) for cell in run.track(list(cells), title)}

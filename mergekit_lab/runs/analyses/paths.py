@@ -8,52 +8,46 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, MinLen
 
-from mergekit_lab.analysis.plane import Weights, evaluate_line, measure_barrier
+from mergekit_lab.analysis.plane import Weights, measure_barrier
 from mergekit_lab.batches import to_device
 from mergekit_lab.curvature import Hessian, top_eigenvalues, trace
 from mergekit_lab.errors import InputError
-from mergekit_lab.reporting.figures import Lines
+from mergekit_lab.reporting.figures import Curve, chart_lines, chart_mergers
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.runs.analyses.contract import (
     Analysis,
     Count,
     Data,
     Drawing,
+    OnSamples,
     check_tasks,
     choose_pairs,
     compute_each,
     describe_experts,
-    describe_part,
     describe_scores,
     make_grid,
     normalize_mean,
     read_states,
     sample,
     say_left_out,
-    take_samples_of,
 )
-from mergekit_lab.runs.analyses.sweeps import list_scaled_mergers, merge_keys, score_experts
+from mergekit_lab.runs.analyses.sweeps import list_scaled_mergers, merge_keys
 from mergekit_lab.runs.combine import merge_experts
 from mergekit_lab.runs.merge import declare_merged
 from mergekit_lab.runs.run import Run, load_state
-from mergekit_lab.tasks import Part
 
 
-@dataclass(frozen=True)
-class AlphaSweep(Analysis):
+@dataclass(frozen=True, kw_only=True)
+class AlphaSweep(OnSamples):
     """Value and loss of every merger of the run that has a coefficient, over a grid of it.
 
     Args:
         low, high, points: of the coefficient.
-        part: train, validation or test; a coefficient must not be chosen on test.
-        samples: of each task, at most.
     """
 
     low: float = 0.0
     high: float = 2.0
     points: int = 21
-    part: Part = "validation"
-    samples: Count | None = None
 
     def describe_content(self, run: Run) -> dict[str, Any]:
         swept = list_scaled_mergers(run)
@@ -63,21 +57,18 @@ class AlphaSweep(Analysis):
             "analysis": "alpha_sweep",
             "alphas": make_grid(self.low, self.high, self.points),
             "mergers": merge_keys(run, swept),
-            **describe_part(run, self.part, self.samples),
+            **self.describe_part(run),
         }
 
     def compute(self, run: Run, resume: Path) -> Data:
         alphas = make_grid(self.low, self.high, self.points)
-        chosen = take_samples_of(run, self.part, self.samples)
-        size = run.cfg.evaluation_batch_size
-        own = score_experts(run, self.part, self.samples)
+        own = self.score_experts(run)
 
         def compute(label: str) -> Any:
             unit = merge_experts(run, run.mergers[label].method.with_coefficient(1.0))
-            weights = Weights(run.model, run.base_state, {label: unit})
-            return evaluate_line(run.model, weights, label, alphas, chosen, size)
+            return self.score_line(run, run.base_state, unit, alphas)
 
-        swept = compute_each(run, list_scaled_mergers(run), compute, resume / "cells.jsonl", "sweeping α")
+        swept = compute_each(run, resume, list_scaled_mergers(run), compute, "sweeping α")
         return {"alphas": alphas, "experts": own, "mergers": swept}
 
     def draw(self, data: Data) -> Drawing:
@@ -88,30 +79,25 @@ class AlphaSweep(Analysis):
             values = {t: scores["value"] for t, scores in tasks.items()}
             shares, left_out = normalize_mean(values, data["experts"])
             curves[label] = (alphas, [100 * share for share in shares])
-        panels: list[Any] = [
-            Lines(f"all tasks{say_left_out(left_out)}", "α", "value (% of the experts')", curves, mergers=True)
-        ]
+        title = f"all tasks{say_left_out(left_out)}"
+        panels = [chart_mergers(title, "α", "value (% of the experts')", curves)]
         for label, tasks in data["mergers"].items():
             each = {t: (alphas, [100 * v for v in scores["value"]]) for t, scores in tasks.items()}
-            panels.append(Lines(display_name(label), "α", "value (%)", each))
-        return Drawing(f"Coefficient sweep on {self.part}", panels, {})
+            panels.append(chart_lines(display_name(label), "α", "value (%)", each))
+        return Drawing(f"Coefficient sweep on {self.part}", panels)
 
 
-@dataclass(frozen=True)
-class LossBarrier(Analysis):
+@dataclass(frozen=True, kw_only=True)
+class LossBarrier(OnSamples):
     """The loss of each task on the way from a merged model (0) to that task's expert (1).
 
     Args:
         merger: whose model; null: the run's first merger.
         points: on the way, both ends included.
-        part: train, validation or test.
-        samples: of each task, at most.
     """
 
     merger: str | None = None
     points: int = 11
-    part: Part = "validation"
-    samples: Count | None = None
 
     def _find_label(self, run: Run) -> str:
         if not run.mergers:
@@ -126,7 +112,7 @@ class LossBarrier(Analysis):
             "analysis": "barrier",
             "shares": make_grid(0.0, 1.0, self.points),
             "merged": declare_merged(run, self._find_label(run)).key,
-            **describe_part(run, self.part, self.samples),
+            **self.describe_part(run),
             **describe_experts(run, run.tasks),
         }
 
@@ -135,12 +121,10 @@ class LossBarrier(Analysis):
         start = load_state(run.need(declare_merged(run, label)))
 
         def compute(task: str) -> Any:
-            weights = Weights(run.model, start, read_states(run, [task]))
-            chosen = take_samples_of(run, self.part, self.samples, [task])
-            curve = evaluate_line(run.model, weights, task, shares, chosen, run.cfg.evaluation_batch_size)[task]
+            curve = self.score_line(run, start, read_states(run, [task])[task], shares, [task])[task]
             return {**curve, "barrier": measure_barrier(curve["loss"], shares)}
 
-        tasks = compute_each(run, run.tasks, compute, resume / "cells.jsonl", "between models")
+        tasks = compute_each(run, resume, run.tasks, compute, "between models")
         return {"merger": label, "shares": shares, "tasks": tasks}
 
     def draw(self, data: Data) -> Drawing:
@@ -149,8 +133,8 @@ class LossBarrier(Analysis):
             for task, entry in data["tasks"].items()
         }
         title = f"{display_name(data['merger'])} (0) to the expert (1)"
-        panel = Lines(title, "share of the way", "loss", curves, logarithmic=True)
-        return Drawing("Loss barriers", [panel], {})
+        panel = chart_lines(title, "share of the way", "loss", curves, logarithmic=True)
+        return Drawing("Loss barriers", [panel])
 
 
 @dataclass(frozen=True)
@@ -201,7 +185,7 @@ class HessianPath(Analysis):
             return {"task": task, "at": at, **self._measure_point(run, task)}
 
         cells = [(task, at) for task in names for at in shares]
-        points = compute_each(run, cells, compute, resume / "cells.jsonl", "Hessian")
+        points = compute_each(run, resume, cells, compute, "Hessian")
         return {"shares": shares, "points": list(points.values())}
 
     def _measure_point(self, run: Run, task: str) -> Data:
@@ -226,31 +210,32 @@ class HessianPath(Analysis):
         return point
 
     def draw(self, data: Data) -> Drawing:
-        panels: list[Any] = []
+        panels = []
         for measure, name in (("eigenvalue", "largest eigenvalue"), ("trace", "trace (Hutch++)")):
-            curves: dict[str, tuple[list[float], list[float]]] = {}
+            by_task: dict[str, list[Data]] = {}
             for point in data["points"]:
                 if measure in point:
-                    x, y = curves.setdefault(point["task"], ([], []))
-                    x.append(point["at"])
-                    y.append(point[measure])
+                    by_task.setdefault(point["task"], []).append(point)
+            curves: dict[str, Curve] = {
+                task: ([point["at"] for point in points], [point[measure] for point in points])
+                for task, points in by_task.items()
+            }
             if len(curves) > 1:
-                at = data["shares"]
-                curves["mean"] = (
-                    at,
-                    [sum(y[i] for _, y in curves.values()) / len(curves) for i in range(len(at))],
-                )
-            errors: dict[str, list[float]] = {}
-            for point in data["points"]:
-                if measure == "trace" and "trace_error" in point:
-                    errors.setdefault(point["task"], []).append(point["trace_error"])
+                columns = zip(*(y for _, y in curves.values()), strict=True)
+                curves["mean"] = (data["shares"], [sum(column) / len(column) for column in columns])
+            spreads = {
+                task: [point["trace_error"] for point in points]
+                for task, points in (by_task if measure == "trace" else {}).items()
+            }
             if curves:
-                panels.append(Lines(name, "λ from θ0 (0) to the expert (1)", name, curves, spreads=errors))
-        return Drawing("Curvature of the loss along fine-tuning", panels, {})
+                panels.append(
+                    chart_lines(name, "λ from θ0 (0) to the expert (1)", name, curves, spreads=spreads)
+                )
+        return Drawing("Curvature of the loss along fine-tuning", panels)
 
 
-@dataclass(frozen=True)
-class JointTaskLinearity(Analysis):
+@dataclass(frozen=True, kw_only=True)
+class JointTaskLinearity(OnSamples):
     """Joint-task loss between two experts, and `δ`, its height above the straight line (SAFT, Definition 2).
 
     `δ(α) = L(αθ_s + (1−α)θ_t) − αL(θ_s) − (1−α)L(θ_t)` with `L` the sum of both tasks' losses. 0 at both ends.
@@ -258,21 +243,17 @@ class JointTaskLinearity(Analysis):
     Args:
         pairs: `[[a, b], …]`; null: every pair of the run.
         points: on the way, both ends included.
-        part: train, validation or test.
-        samples: of each task, at most.
     """
 
     pairs: Annotated[list[list[str]], MinLen(1)] | None = None
     points: int = 11
-    part: Part = "validation"
-    samples: Count | None = None
 
     def describe_content(self, run: Run) -> dict[str, Any]:
         return {
             "analysis": "jtl",
             "pairs": choose_pairs(run, self.pairs, default=None),
             "alphas": make_grid(0.0, 1.0, self.points),
-            **describe_part(run, self.part, self.samples),
+            **self.describe_part(run),
             **describe_experts(run, run.tasks),
         }
 
@@ -281,7 +262,7 @@ class JointTaskLinearity(Analysis):
         weights = Weights(run.model, run.base_state, read_states(run, run.tasks))
 
         def compute(pair: tuple[str, str]) -> Data:
-            chosen = take_samples_of(run, self.part, self.samples, pair).values()
+            chosen = self.take_samples(run, pair).values()
             losses = []
             for alpha in alphas:
                 weights.move({pair[0]: alpha, pair[1]: 1 - alpha})
@@ -291,21 +272,16 @@ class JointTaskLinearity(Analysis):
             return {"pair": list(pair), "loss": losses, "delta": above}
 
         chosen_pairs = choose_pairs(run, self.pairs, default=None)
-        pairs = compute_each(run, chosen_pairs, compute, resume / "cells.jsonl", "between experts")
+        pairs = compute_each(run, resume, chosen_pairs, compute, "between experts")
         return {"alphas": alphas, "pairs": list(pairs.values())}
 
     def draw(self, data: Data) -> Drawing:
         def make_curves(of: str) -> dict[str, Any]:
             return {" → ".join(reversed(e["pair"])): (data["alphas"], e[of]) for e in data["pairs"]}
 
-        panels: list[Any] = [
-            Lines(
-                "joint loss",
-                "α of the first expert",
-                "loss of both tasks (nats)",
-                make_curves("loss"),
-                logarithmic=True,
-            ),
-            Lines("above the straight line", "α of the first expert", "δ (nats)", make_curves("delta")),
+        at, unit = "α of the first expert", "loss of both tasks (nats)"
+        panels = [
+            chart_lines("joint loss", at, unit, make_curves("loss"), logarithmic=True),
+            chart_lines("above the straight line", at, "δ (nats)", make_curves("delta")),
         ]
-        return Drawing(f"Joint-task loss linearity on {self.part}", panels, {})
+        return Drawing(f"Joint-task loss linearity on {self.part}", panels)

@@ -6,60 +6,47 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import stdev
+from statistics import mean, stdev
 from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge, MinLen
 
-from mergekit_lab.analysis.plane import Weights, evaluate_line
 from mergekit_lab.errors import InputError, suggest
 from mergekit_lab.merging import EpiMer, Method
-from mergekit_lab.reporting.figures import Lines
+from mergekit_lab.reporting.figures import Curve, chart_lines, chart_mergers
 from mergekit_lab.runs.analyses.contract import (
-    Analysis,
     Count,
     Data,
     Drawing,
+    OnSamples,
     compute_each,
     describe_experts,
-    describe_part,
     normalize_mean,
-    read_states,
     say_left_out,
-    take_samples_of,
 )
 from mergekit_lab.runs.combine import describe_merge, merge_experts
 from mergekit_lab.runs.mergers import Merger
 from mergekit_lab.runs.run import Run
 from mergekit_lab.store import make_key
-from mergekit_lab.tasks import Part
 
 _FLAT = 1e6
 """A curvature added to every direction beside which the Fishers' do not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep(Analysis):
+class Sweep(OnSamples):
     """What sweeps share: merges that are each evaluated at the best coefficient of a grid.
 
     Args:
         coefficients: the grid of `α` that the best is taken of.
-        part: train, validation or test; a coefficient must not be chosen on test.
-        samples: of each task, at most.
     """
 
     coefficients: Annotated[tuple[float, ...], MinLen(1)] = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 2.0)
-    part: Part = "validation"
-    samples: Count | None = None
 
     def describe_shared(self, run: Run, name: str) -> dict[str, Any]:
         """Settings that decide numbers, besides what is merged."""
-        return {
-            "analysis": name,
-            "coefficients": list(self.coefficients),
-            **describe_part(run, self.part, self.samples),
-        }
+        return {"analysis": name, "coefficients": list(self.coefficients), **self.describe_part(run)}
 
     def _describe(self, run: Run, mergers: dict[str, Merger]) -> dict[str, Any]:
         if not mergers:
@@ -67,11 +54,7 @@ class Sweep(Analysis):
         return self.describe_shared(run, type(self).__name__) | {"mergers": merge_keys(run, mergers)}
 
     def find_best(
-        self,
-        run: Run,
-        method: Method,
-        own: dict[str, float],
-        tasks: Sequence[str] | None = None,
+        self, run: Run, method: Method, own: dict[str, float], tasks: Sequence[str] | None = None
     ) -> dict[str, Any]:
         """A merge's best coefficient (1 where the method has none), and its values there, means over tasks.
 
@@ -86,9 +69,7 @@ class Sweep(Analysis):
         has_one = type(method).with_coefficient is not Method.with_coefficient
         grid = self.coefficients if has_one else (1.0,)
         unit = merge_experts(run, method.with_coefficient(1.0) if has_one else method, tasks)
-        chosen = take_samples_of(run, self.part, self.samples, tasks)
-        weights = Weights(run.model, run.base_state, {"merged": unit})
-        scores = evaluate_line(run.model, weights, "merged", grid, chosen, run.cfg.evaluation_batch_size)
+        scores = self.score_line(run, run.base_state, unit, grid, tasks)
         values = {t: scores[t]["value"] for t in tasks}
         shares, left_out = normalize_mean(values, own)
         means = [sum(point) / len(point) for point in zip(*values.values(), strict=True)]
@@ -100,17 +81,6 @@ class Sweep(Analysis):
             "value": means[top],
             "left_out": left_out,
         }
-
-
-def score_experts(run: Run, part: Part, samples: int | None) -> dict[str, float]:
-    """Every expert's value on its own task."""
-    weights = Weights(run.model, run.base_state, read_states(run, run.tasks))
-    size = run.cfg.evaluation_batch_size
-    chosen = take_samples_of(run, part, samples)
-    return {
-        task: evaluate_line(run.model, weights, task, [1.0], {task: chosen[task]}, size)[task]["value"][0]
-        for task in run.tasks
-    }
 
 
 def merge_keys(run: Run, labels: Iterable[str]) -> dict[str, str]:
@@ -140,7 +110,7 @@ class RankSweep(Sweep):
         return self._describe(run, self._list_mergers(run)) | {"ranks": list(self.ranks)}
 
     def compute(self, run: Run, resume: Path) -> Data:
-        own = score_experts(run, self.part, self.samples)
+        own = self.score_experts(run)
 
         def compute(cell: tuple[str, int]) -> Data:
             label, rank = cell
@@ -148,7 +118,7 @@ class RankSweep(Sweep):
             return {"merger": label, "rank": rank, **self.find_best(run, replace(method, rank=rank), own)}
 
         cells = [(label, rank) for label in self._list_mergers(run) for rank in self.ranks]
-        points = compute_each(run, cells, compute, resume / "cells.jsonl", "sweeping ranks")
+        points = compute_each(run, resume, cells, compute, "sweeping ranks")
         return {"points": list(points.values())}
 
     def draw(self, data: Data) -> Drawing:
@@ -189,7 +159,7 @@ class ExpertCount(Sweep):
         return groups
 
     def compute(self, run: Run, resume: Path) -> Data:
-        own = score_experts(run, self.part, self.samples)
+        own = self.score_experts(run)
 
         def compute(cell: tuple[str, tuple[str, ...]]) -> Data:
             label, group = cell
@@ -199,7 +169,7 @@ class ExpertCount(Sweep):
         cells = [
             (label, tuple(group)) for label in list_scaled_mergers(run) for group in self._list_groups(run)
         ]
-        points = compute_each(run, cells, compute, resume / "cells.jsonl", "merging groups")
+        points = compute_each(run, resume, cells, compute, "merging groups")
         return {"points": list(points.values())}
 
     def draw(self, data: Data) -> Drawing:
@@ -213,53 +183,33 @@ def draw_best(
     values: dict[str, dict[int, list[dict[str, float]]]] = {}
     for point in points:
         values.setdefault(point["merger"], {}).setdefault(point[key], []).append(point)
-
-    def make_curve(of: str, factor: float) -> dict[str, tuple[list[float], list[float]]]:
-        return {
-            label: (list(points_at), [factor * _average([p[of] for p in at]) for at in points_at.values()])
-            for label, points_at in values.items()
-        }
-
-    def spread(of: str, factor: float) -> dict[str, list[float]]:
-        return {
-            label: [factor * _estimate_deviation([p[of] for p in at]) for at in points_at.values()]
-            for label, points_at in values.items()
-            if any(len(at) > 1 for at in points_at.values())
-        }
-
     left_out = say_left_out(task for point in points for task in point.get("left_out", ()))
-    shown = (
+    panels = []
+    for name, y, of, factor in (
         (f"best coefficient, {part}{left_out}", "value (% of the experts')", "normalized", 100.0),
         ("the coefficient", "α", "coefficient", 1.0),
-    )
-    panels: list[Any] = [
-        Lines(
-            name,
-            x,
-            y,
-            make_curve(of, factor),
-            logarithmic_x=logarithmic,
-            mergers=True,
-            spreads=spread(of, factor),
-        )
-        for name, y, of, factor in shown
-    ]
-    return Drawing(title, panels, {})
+    ):
+        curves: dict[str, Curve] = {}
+        spreads = {}
+        for label, at in values.items():
+            means, deviations = zip(
+                *(_summarize([factor * p[of] for p in ps]) for ps in at.values()), strict=True
+            )
+            curves[label] = (list(at), means)
+            if any(len(ps) > 1 for ps in at.values()):
+                spreads[label] = deviations
+        panels.append(chart_mergers(name, x, y, curves, logarithmic_x=logarithmic, spreads=spreads))
+    return Drawing(title, panels)
 
 
-def _average(values: Sequence[float]) -> float:
+def _summarize(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and sample deviation of those that are finite; NaN of none, and 0 of fewer than two."""
     finite = [value for value in values if math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else math.nan
+    return (mean(finite) if finite else math.nan), (stdev(finite) if len(finite) > 1 else 0.0)
 
 
-def _estimate_deviation(values: Sequence[float]) -> float:
-    """The sample's; 0 of fewer than two values."""
-    finite = [value for value in values if math.isfinite(value)]
-    return stdev(finite) if len(finite) > 1 else 0.0
-
-
-@dataclass(frozen=True)
-class CurvatureGain(Analysis):
+@dataclass(frozen=True, kw_only=True)
+class CurvatureGain(OnSamples):
     """EpiMer's `η` of every matrix, and what its model loses less than the flat merge of the same directions.
 
     `η ≥ 0` is the gain of the quadratic objective that curvature weights promise (EpiMer, Theorem 3); whether
@@ -268,14 +218,10 @@ class CurvatureGain(Analysis):
     Args:
         merger: an EpiMer of the run; null: its first.
         coefficient: `α` of both.
-        part: train, validation or test.
-        samples: of each task, at most.
     """
 
     merger: str | None = None
     coefficient: float = 1.0
-    part: Part = "validation"
-    samples: Count | None = None
 
     def _find_merger(self, run: Run) -> Merger:
         known = {label: m for label, m in run.mergers.items() if isinstance(m.method, EpiMer)}
@@ -293,25 +239,22 @@ class CurvatureGain(Analysis):
             "analysis": "curvature_gain",
             "merge": make_key(describe_merge(run, merger)),
             "coefficient": self.coefficient,
-            **describe_part(run, self.part, self.samples),
+            **self.describe_part(run),
         }
 
     def compute(self, run: Run, resume: Path) -> Data:
         method = self._find_merger(run).method
         assert isinstance(method, EpiMer)
         methods = {"curved": method, "flat": replace(method, floor=_FLAT)}
-        chosen = take_samples_of(run, self.part, self.samples)
 
         def compute(name: str) -> Data:
             notes: dict[str, dict[str, Any]] = {}
             unit = merge_experts(run, methods[name].with_coefficient(1.0), notes=notes)
-            weights = Weights(run.model, run.base_state, {name: unit})
-            size = run.cfg.evaluation_batch_size
-            scores = evaluate_line(run.model, weights, name, [self.coefficient], chosen, size)
+            scores = self.score_line(run, run.base_state, unit, [self.coefficient])
             gains = {matrix: float(note["eta"]) for matrix, note in notes.items() if "eta" in note}
             return {"losses": {task: scores[task]["loss"][0] for task in run.tasks}, "eta": gains}
 
-        merges = compute_each(run, methods, compute, resume / "cells.jsonl", "merging")
+        merges = compute_each(run, resume, methods, compute, "merging")
         gains = merges["curved"]["eta"]
         losses = {name: merge["losses"] for name, merge in merges.items()}
         return {"matrices": list(gains), "eta": list(gains.values()), "losses": losses}
@@ -322,15 +265,9 @@ class CurvatureGain(Analysis):
         positions = list(range(len(tasks)))
         promised = {"η": (depth, data["eta"])}
         curves = {name: (positions, [of[t] for t in tasks]) for name, of in data["losses"].items()}
-        panels: list[Any] = [
-            Lines("gain promised", "matrix, in the model's order", "η", promised, logarithmic=True),
-            Lines(
-                f"loss at α = {self.coefficient:g}, {self.part}",
-                "",
-                "loss (nats)",
-                curves,
-                labels=tasks,
-                logarithmic=True,
-            ),
+        title = f"loss at α = {self.coefficient:g}, {self.part}"
+        panels = [
+            chart_lines("gain promised", "matrix, in the model's order", "η", promised, logarithmic=True),
+            chart_lines(title, "", "loss (nats)", curves, labels=tasks, logarithmic=True),
         ]
-        return Drawing("Curvature's gain over the flat merge", panels, {})
+        return Drawing("Curvature's gain over the flat merge", panels)

@@ -1,0 +1,124 @@
+"""Parts of which the Vega-Lite specifications of figures are made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from mergekit_lab.reporting.names import Look
+
+Chart = dict[str, Any]
+"""A Vega-Lite specification of one panel. Where it has no width, who draws it chooses one."""
+
+MISSING_COLOR = "#E4E4E4"
+_CELL = 38
+"""Pixels that a number of a heat map needs."""
+
+
+def make_panel(title: str, body: Chart) -> Chart:
+    """A panel with its title, and what a screen reader says of it."""
+    return {**({"title": title} if title else {}), "description": title or "chart", **body}
+
+
+def encode_nominal(field: str) -> Chart:
+    """Names, in the order in which they come."""
+    return {"field": field, "type": "nominal", "sort": None, "title": None}
+
+
+def encode_axis(field: str, title: str, scale: Chart, values: Iterable[float] = ()) -> Chart:
+    """A number's axis; `values` are those on it, for logarithmic ones."""
+    axis: Chart = {"format": ",.5~g", "tickCount": 6}
+    known = [value for value in values if value > 0 and math.isfinite(value)]
+    if scale.get("type") == "log" and known and max(known) < 10 * min(known):
+        axis["labelExpr"] = "format(datum.value, ',.5~g')"  # within a decade Vega leaves most ticks without
+    return {"field": field, "type": "quantitative", "title": title or None, "scale": scale, "axis": axis}
+
+
+def encode_number(field: str, title: str) -> Chart:
+    """A number of a tooltip."""
+    return {"field": field, "type": "quantitative", "title": title, "format": ".5~g"}
+
+
+def encode_tooltip(**titles: str) -> list[Chart]:
+    """Texts of a tooltip, each field with its title."""
+    return [{"field": field, "type": "nominal", "title": title} for field, title in titles.items()]
+
+
+def encode_scale(field: str, values: Mapping[str, Any]) -> Chart:
+    """What stands for each name of a field: a color, a shape, a dash."""
+    scale = {"domain": list(values), "range": list(values.values())}
+    return {"field": field, "type": "nominal", "scale": scale}
+
+
+def encode_looks(looks: Mapping[str, Look]) -> Chart:
+    """Color and shape by name, one legend for both."""
+    return {
+        "color": encode_scale("name", {name: look.color for name, look in looks.items()}),
+        "shape": encode_scale("name", {name: look.marker for name, look in looks.items()}),
+    }
+
+
+def draw_error_bars(values: Sequence[Chart], x: Chart, y: Chart, color: Chart) -> Chart:
+    """From `low` to `high` of those values that have both."""
+    low = {"field": "low", "type": "quantitative", "title": y["title"]}
+    return {
+        "data": {"values": [value for value in values if value.get("high") != value.get("low")]},
+        "mark": {"type": "errorbar", "opacity": 1, "ticks": {"size": 6, "opacity": 1}},
+        "encoding": {"x": x, "y": low, "y2": {"field": "high"}, "color": color},
+    }
+
+
+def write_over(encoding: Chart, style: Chart, halo: str = "white") -> list[Chart]:
+    """Text that can be read over anything."""
+    return [
+        {"mark": {"type": "text", **style, **around}, "encoding": encoding}
+        for around in ({"stroke": halo, "strokeWidth": 3, "strokeJoin": "round"}, {})
+    ]
+
+
+def as_percent(share: float) -> float:
+    """91.3 of 0.913."""
+    return round(100 * share, 3)
+
+
+def shorten(value: float) -> float:
+    """As many digits as a figure can show."""
+    return float(f"{value:.5g}")
+
+
+def is_dark(value: float, limits: tuple[float, float], signed: bool) -> bool:
+    """Whether the color of a value wants white ink."""
+    low, high = limits
+    return abs(value) > 0.6 * high if signed else value < low + 0.42 * (high - low)
+
+
+def draw_cells(
+    title: str, values: Sequence[Chart], x: str, y: str, scale: Chart, tooltip: Sequence[Chart]
+) -> Chart:
+    """A heat map of `value`, with the text `shown` in every cell; white where it is `dark`."""
+    order = {axis: list(dict.fromkeys(value[axis] for value in values)) for axis in (x, y)}
+    color = {
+        "field": "value", "type": "quantitative", "scale": scale, "legend": None,
+        "condition": {"test": "datum.value === null", "value": MISSING_COLOR},
+    }  # fmt: skip
+    ink = {"condition": {"test": "datum.dark", "value": "white"}, "value": "black"}
+    return make_panel(
+        title,
+        {
+            "data": {"values": list(values)},
+            "height": {"step": 26},
+            "usermeta": {"minimum": 130 + _CELL * len(order[x])},
+            "encoding": {
+                "x": encode_nominal(x) | {"sort": order[x], "axis": {"labelAngle": -35}},
+                "y": encode_nominal(y) | {"sort": order[y]},
+            },
+            "layer": [
+                {
+                    "mark": {"type": "rect", "stroke": "white", "invalid": "show"},
+                    "encoding": {"color": color, "tooltip": tooltip},
+                },
+                {"mark": {"type": "text"}, "encoding": {"text": {"field": "shown"}, "color": ink}},
+            ],
+        },
+    )
