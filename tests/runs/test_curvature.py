@@ -6,20 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from composing import TINY, compose_config
+from composing import TINY, compose_config, go
 
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.backbones import OpenClip
 from mergekit_lab.checkpoints import LowRank
 from mergekit_lab.merging import LocalizeStitch, RegMean, merge_state_dicts
-from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
 from mergekit_lab.schema.run import check
-
-
-def go(folder: Path, store: Path, *overrides: str) -> None:
-    cfg, choices = compose_config([*TINY, f"store.root={store}", *overrides])
-    start(cfg, folder, choices, list(overrides))
 
 
 def list_keys(store: Path, kind: str) -> set[str]:

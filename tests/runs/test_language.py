@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from composing import compose_config
-from language import Colors, make_tiny_backbone, save_tiny
+from language import Colors, make_tiny_backbone
 
 from mergekit_lab import InputError
 from mergekit_lab.analysis.plane import Sample, Weights, cross_task_linearity, find_blocks
@@ -31,14 +31,6 @@ SMALL = [
         for part, size in (("train", 24), ("validation", 6), ("test", 8))
     ],
 ]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return {
-        architecture: save_tiny(tmp_path_factory.mktemp(architecture), architecture)
-        for architecture in ("llama", "t5")
-    }
 
 
 def configure(folder, architecture, store, *more):

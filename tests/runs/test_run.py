@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from composing import TINY, compose_config
+from composing import TINY, compose_config, go
 from omegaconf import OmegaConf
 
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.evaluation import score
-from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.records import Failure
@@ -27,11 +26,6 @@ from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.run import Run
 
 MERGERS = ["average", "task_arithmetic", "ties", "dare", "fisher", "tsvm", "epimer"]
-
-
-def go(folder: Path, store: Path, *overrides: str) -> None:
-    cfg, choices = compose_config([*TINY, f"store.root={store}", *overrides])
-    start(cfg, folder, choices, list(overrides))
 
 
 def count(store: Path, kind: str) -> int:
@@ -146,7 +140,7 @@ def test_merges_of_a_stage_read_every_expert_once_where_a_device_has_room(
 
     _, store = finished
     merge_experts = partial(combine.merge_experts, stays=True)
-    run = Run(composed([*TINY, f"store.root={store}"])[0], tmp_path, {"optimizer": "adamw"})
+    run = Run(compose_config([*TINY, f"store.root={store}"])[0], tmp_path, {"optimizer": "adamw"})
     opened: list[Path] = []
 
     def open_counted(path: Path):

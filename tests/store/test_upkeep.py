@@ -202,16 +202,16 @@ def test_what_a_process_published_is_hashed_once_unless_it_changes(tmp_path, mon
 
     for module in ("artifact", "store"):
         monkeypatch.setattr(f"mergekit_lab.store.{module}.hash_bytes", count)
-    made = Store(tmp_path).obtain("experts", CONTENT, weights())
-    file = made.find_file("model.safetensors")
+    stored = Store(tmp_path).obtain("experts", CONTENT, make_weights())
+    file = stored.find_file("model.safetensors")
     assert len(hashed) == 1
     os.utime(file, (1, 1))
     for _ in range(2):
-        made.find_file("model.safetensors")
+        stored.find_file("model.safetensors")
     assert len(hashed) == 2
     flip(file)
     with pytest.raises(InputError, match="is damaged"):
-        made.find_file("model.safetensors")
+        stored.find_file("model.safetensors")
 
 
 def test_a_manifest_of_another_artifact_is_named_by_whoever_reads_it(tmp_path) -> None:
