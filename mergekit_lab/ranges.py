@@ -1,6 +1,17 @@
-"""Ranges of settings: a message names the setting, its value and what it may be."""
+"""Ranges of settings: a message names the setting, its value and what it may be.
 
-from collections.abc import Iterable
+A class declares what its fields may be in their types: `Literal["mean", "sum"]`, `Share | None`,
+`Annotated[float, Ge(0)]`. `check_settings` reads these types, and a run's configuration is checked by the same.
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Gt, Le, Lt
 
 from mergekit_lab.errors import InputError, abbreviate, suggest
 
@@ -8,6 +19,105 @@ FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 """The largest number of float32, in which most merges are computed."""
 FASTEST = 1e30
 """The largest learning rate: Adam's first steps divide it by a tenth and less, which float32 must hold."""
+_LONGEST = 2**63
+"""Whole numbers from here on are none to torch."""
+
+Count = Annotated[int, Ge(1)]
+Share = Annotated[float, Gt(0), Le(1)]
+Proportion = Annotated[float, Ge(0), Le(1)]
+NotNegative = Annotated[float, Ge(0), Le(FASTEST)]
+Rate = Annotated[float, Gt(0), Le(FASTEST)]
+
+_KINDS: dict[Any, tuple[type, str]] = {
+    float: (Real, "a number"), int: (Integral, "a whole number"), bool: (bool, "true or false"),
+    NoneType: (NoneType, "null"), Sequence: (Sequence, "a list"), Mapping: (Mapping, "a mapping"),
+    list: (Sequence, "a list"), dict: (Mapping, "a mapping"), Literal: (object, ""),
+}  # fmt: skip
+
+_BOUNDS = {Ge: (operator.ge, "ge"), Gt: (operator.gt, "gt"), Le: (operator.le, "le"), Lt: (operator.lt, "lt")}
+
+
+class _Rule(NamedTuple):
+    """One member of a field's type: its kind, what a `Literal` lists, and bounds."""
+
+    kind: Any
+    choices: tuple[Any, ...]
+    bounds: tuple[Any, ...]
+
+    def takes(self, value: object) -> bool:
+        if self.kind is Literal:
+            return value in self.choices
+        if isinstance(value, bool | str):
+            return isinstance(value, bool) and self.kind is bool
+        return isinstance(value, _KINDS[self.kind][0])
+
+
+def _read_rule(hint: Any) -> _Rule:
+    bounds = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    plain = get_args(hint)[0] if bounds else hint
+    kind = get_origin(plain) or plain
+    return _Rule(kind, get_args(plain) if kind is Literal else (), bounds)
+
+
+@cache
+def _read_rules(taker: Callable[..., Any]) -> Mapping[str, tuple[_Rule, ...]]:
+    """What the types of a class, or of a function's arguments, say of plain values; others are left out."""
+    try:
+        hints = get_type_hints(taker, include_extras=True)
+    except (NameError, TypeError):  # a user's own
+        return {}
+    options = {n: get_args(h) if get_origin(h) in (Union, UnionType) else (h,) for n, h in hints.items()}
+    rules = {name: tuple(map(_read_rule, each)) for name, each in options.items()}
+    return {name: each for name, each in rules.items() if all(rule.kind in _KINDS for rule in each)}
+
+
+def check_settings(taker: Callable[..., Any], settings: Mapping[str, object], named: str = "{}") -> None:
+    """Raise `InputError` for the first setting that is not of its declared type, or not in its range.
+
+    Args:
+        taker: the class, or the function, whose types count; those of no plain values do not.
+        settings: by name.
+        named: what messages call one, "training.{}".
+    """
+    for name, rules in _read_rules(taker).items():
+        if name in settings:
+            _check_setting(named.format(name), settings[name], rules)
+
+
+def _check_setting(name: str, value: Any, rules: Sequence[_Rule]) -> None:
+    taking = [rule for rule in rules if rule.takes(value)]
+    choices = [str(choice) for rule in rules for choice in rule.choices]
+    if choices and not taking:
+        require_choice(name, value, [*choices, *(["true", "false"] if bool in (r.kind for r in rules) else [])])
+    words = " or ".join(_KINDS[rule.kind][1] for rule in rules if rule.kind is not Literal)
+    require(bool(taking), name, value, words)
+    if isinstance(value, Real) and not isinstance(value, bool):
+        large = isinstance(value, int) and abs(value) >= _LONGEST
+        require(not large, name, value, f"{words}, finite in float32; write large ones as 1e30")
+        bounds = taking[0].bounds
+        null = ", or null" if any(rule.kind is NoneType for rule in rules) else ""
+        require(all(_is_within(value, bound) for bound in bounds), name, value, describe_range(bounds) + null)
+        require(abs(float(value)) <= FLOAT32_MAX, name, value, "finite in float32")
+
+
+def _is_within(value: Any, bound: Any) -> bool:
+    compare, name = _BOUNDS.get(type(bound), (None, ""))
+    return compare is None or bool(compare(value, getattr(bound, name)))
+
+
+def describe_range(bounds: Iterable[Any]) -> str:
+    """Bounds in words, "at least 1"; of a share as an interval, "in (0, 1]"."""
+    known = {name: getattr(b, name) for b in bounds if (name := _BOUNDS.get(type(b), (None, ""))[1])}
+    least, most = known.get("ge", known.get("gt")), known.get("le", known.get("lt"))
+    if least == 0 and most == 1:
+        return f"in {'(' if 'gt' in known else '['}0, 1{']' if 'le' in known else ')'}"
+    words = []
+    if least is not None:
+        above = "at least" if "ge" in known else "above"
+        words.append("positive" if above == "above" and least == 0 else f"{above} {least}")
+    if most is not None:
+        words.append(f"{'at most' if 'le' in known else 'below'} {most}")
+    return ", ".join(words)
 
 
 def require(ok: bool, name: str, value: object, rule: str) -> None:

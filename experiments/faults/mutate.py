@@ -399,7 +399,7 @@ def shorten_runs() -> None:
     import vl_convert
 
     import mergekit_lab.commands.merge_checkpoints  # noqa: F401
-    from mergekit_lab.runs import curvature, entry, evaluate, finetune, merge, outcome, report, store  # noqa: F401
+    from mergekit_lab.runs import curvature, entry, evaluate, finetune, merge, report, store  # noqa: F401
 
     vl_convert.vegalite_to_svg = lambda *_, **__: (
         "<svg xmlns='http://www.w3.org/2000/svg' width='1' height='1'/>"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -25,10 +25,7 @@ from mergekit_lab.backbones.reading import DTYPES, Reading
 from mergekit_lab.backbones.text import CausalObjective, Seq2SeqObjective
 from mergekit_lab.checkpoints import TRANSFORMERS, plan_model_files, plan_tokenizer_files, write_files
 from mergekit_lab.errors import InputError, say_error
-from mergekit_lab.ranges import require_choice
 from mergekit_lab.tasks import HarnessTask, Task, TextTask
-
-_KINDS = ("causal", "seq2seq")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +45,13 @@ class LanguageModel(Reading, Backbone):
     """
 
     source: str
-    kind: str = "causal"
-    dtype: str = "float32"
+    kind: Literal["causal", "seq2seq"] = "causal"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     checkpointing: bool = False
     note: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, values in (("kind", _KINDS), ("dtype", tuple(DTYPES))):
-            require_choice(f"backbone.{name}", getattr(self, name), values)
         if self.kind == "seq2seq" and (self.prompt == "chat" or self.loss_on == "all" or self.packing):
             raise InputError(
                 "a seq2seq model needs backbone.prompt=plain, backbone.loss_on=answer, backbone.packing=false"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mergekit_lab.backbones.attention import list_attention_weights
 from mergekit_lab.backbones.parametrization import Parametrization
 from mergekit_lab.errors import InputError, join_names
-from mergekit_lab.ranges import require_positive, require_whole
+from mergekit_lab.ranges import Count, Rate, check_settings
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,12 @@ class LoRA(Parametrization):
 
     takes_sharded: ClassVar[bool] = False
 
-    rank: int = 16
-    alpha: float = 16.0
+    rank: Count = 16
+    alpha: Rate = 16.0
     targets: list[str] | None = None
 
     def __post_init__(self) -> None:
-        require_whole("finetuning.rank", self.rank, 1)
-        require_positive("finetuning.alpha", self.alpha)
+        check_settings(LoRA, vars(self), "finetuning.{}")
         if self.targets is not None and not self.targets:
             raise InputError("finetuning.targets is empty: name modules, or leave it null for attention")
 

@@ -14,7 +14,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,15 +29,10 @@ from mergekit_lab.backbones.objective import Backbone
 from mergekit_lab.checkpoints import Checkpoint, open_checkpoint, write_tensors
 from mergekit_lab.errors import InputError, say_error
 from mergekit_lab.machine import list_devices
-from mergekit_lab.ranges import require_choice
+from mergekit_lab.ranges import check_settings
 from mergekit_lab.tasks import ImageTask, Keeper, Task
 
-HEADS: dict[str, Any] = {
-    "zero_shot": None,
-    "prototype": make_prototype_head,
-    "linear_probe": make_linear_probe_head,
-}
-PRECISIONS = ("float32", "bfloat16")
+_HEADS: dict[str, Any] = {"prototype": make_prototype_head, "linear_probe": make_linear_probe_head}
 _HUB_NAMES = {
     "ViT-B-32": "clip-vit-base-patch32",
     "ViT-B-16": "clip-vit-base-patch16",
@@ -72,15 +67,14 @@ class OpenClip(Backbone):
     architecture: str
     weights: str | None
     seed: int = 0
-    head: str = "zero_shot"
+    head: Literal["zero_shot", "prototype", "linear_probe"] = "zero_shot"
     crop: Sequence[float] | None = None
     flip: bool = False
-    precision: str = "float32"
+    precision: Literal["float32", "bfloat16"] = "float32"
     keep: Keeper | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        require_choice("backbone.head", self.head, HEADS)
-        require_choice("backbone.precision", self.precision, PRECISIONS)
+        check_settings(OpenClip, vars(self), "backbone.{}")
         check_crop(self.crop)
 
     def with_keeper(self, keep: Keeper) -> OpenClip:
@@ -149,7 +143,7 @@ class OpenClip(Backbone):
             return self.make_zero_shot_head(task.classes, task.templates)
         device = torch.device(list_devices()[0])
         temperature = float(make_whole_model(self.key).logit_scale.detach().exp())
-        return HEADS[self.head](self.make_model().to(device), task, temperature, device)
+        return _HEADS[self.head](self.make_model().to(device), task, temperature, device)
 
     @property
     def source(self) -> ClipWeights | None:

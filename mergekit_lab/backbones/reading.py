@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge
 
-from mergekit_lab.ranges import require_choice, require_whole
+from mergekit_lab.ranges import check_settings
 from mergekit_lab.tasks import TextTask
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -36,26 +38,17 @@ class Reading:
         InputError: a value out of range.
     """
 
-    prompt: str = "chat"
-    max_length: int = 1024
-    cut: str = "start"
-    loss_on: str = "answer"
+    prompt: Literal["chat", "plain"] = "chat"
+    max_length: Annotated[int, Ge(8)] = 1024
+    cut: Literal["start", "end"] = "start"
+    loss_on: Literal["answer", "all"] = "answer"
     group_by_length: bool = True
     packing: bool = False
-    answering: str = "auto"
-    precision: str = "float32"
+    answering: Literal["auto", "choices", "generate"] = "auto"
+    precision: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        allowed = {
-            "prompt": ("chat", "plain"),
-            "cut": ("start", "end"),
-            "loss_on": ("answer", "all"),
-            "answering": ("auto", "choices", "generate"),
-            "precision": tuple(DTYPES),
-        }
-        for name, values in allowed.items():
-            require_choice(f"backbone.{name}", getattr(self, name), values)
-        require_whole("backbone.max_length", self.max_length, 8)
+        check_settings(type(self), vars(self), "backbone.{}")
 
     def chooses(self, task: TextTask) -> bool:
         """Whether answers are chosen from the task's choices."""

@@ -17,9 +17,10 @@ from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge, Lt
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -28,14 +29,13 @@ from mergekit_lab.backbones.heads import make_prototypes
 from mergekit_lab.backbones.language import count_positions, load_model, load_tokenizer, write_companions
 from mergekit_lab.backbones.objective import Backbone, find_device
 from mergekit_lab.backbones.pretrained import find_model
-from mergekit_lab.backbones.reading import DTYPES
 from mergekit_lab.backbones.rows import pad_rows, round_up
 from mergekit_lab.backbones.text import ScoredText
 from mergekit_lab.batches import Batch
 from mergekit_lab.checkpoints import open_checkpoint, write_tensors
 from mergekit_lab.errors import InputError
 from mergekit_lab.machine import list_devices
-from mergekit_lab.ranges import require, require_choice, require_positive, require_whole
+from mergekit_lab.ranges import Count, Rate, check_settings
 from mergekit_lab.tasks import Keeper, Part, Task, TextTask
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,6 @@ log = logging.getLogger(__name__)
 _TOKENS = 1 << 16
 """What one forward pass of an evaluation may hold."""
 _HEAD_FILE = "head.safetensors"
-HEADS = ("zero_shot", "prototype")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,25 +69,18 @@ class TextEncoder(Backbone):
     """
 
     source: str
-    max_length: int = 256
-    head: str = "prototype"
-    temperature: float = 20.0
-    head_samples: int | None = 1000
-    dropout: float | None = None
+    max_length: Annotated[int, Ge(8)] = 256
+    head: Literal["zero_shot", "prototype"] = "prototype"
+    temperature: Rate = 20.0
+    head_samples: Count | None = 1000
+    dropout: Annotated[float, Ge(0), Lt(1)] | None = None
     group_by_length: bool = True
-    precision: str = "float32"
+    precision: Literal["float32", "bfloat16"] = "float32"
     note: str | None = None
     keep: Keeper | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        require_whole("backbone.max_length", self.max_length, 8)
-        require_choice("backbone.head", self.head, HEADS)
-        require_positive("backbone.temperature", self.temperature)
-        if self.head_samples is not None:
-            require_whole("backbone.head_samples", self.head_samples, 1)
-        if self.dropout is not None:
-            require(0 <= self.dropout < 1, "backbone.dropout", self.dropout, "in [0, 1)")
-        require_choice("backbone.precision", self.precision, DTYPES)
+        check_settings(TextEncoder, vars(self), "backbone.{}")
 
     def with_keeper(self, keep: Keeper) -> TextEncoder:
         """A copy of the backbone whose heads `keep` holds."""

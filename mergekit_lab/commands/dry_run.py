@@ -18,19 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mergekit_lab.checkpoints import (
-    Checkpoint,
+from mergekit_lab.checkpoints import Checkpoint, TensorSpec, list_mismatches, refuse_quantized
+from mergekit_lab.checkpoints.inspection import (
     Report,
-    TensorSpec,
     assume_ties,
-    check_out,
     describe_inputs,
     describe_model,
     describe_tensors,
-    list_mismatches,
-    plan_shards,
-    refuse_quantized,
 )
+from mergekit_lab.checkpoints.publish import check_out
+from mergekit_lab.checkpoints.shards import plan_shards
 from mergekit_lab.commands.prepared import Prepared
 from mergekit_lab.commands.write import check_room, list_input_files, plan_files_beside
 from mergekit_lab.errors import InputError, say_bytes, say_duration

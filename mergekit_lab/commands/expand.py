@@ -12,23 +12,21 @@ from annotated_types import Ge
 from rich.progress import track
 
 from mergekit_lab.checkpoints import (
-    MAX_SHARD_BYTES,
-    RECORD,
-    Card,
     LowRank,
     ShardedWriter,
-    check_out,
-    find_library,
-    follow_tokenizer,
     make_folder,
-    measure_files,
     open_checkpoint,
-    plan_files,
     plan_model_files,
     plan_tokenizer_files,
-    read_json,
     write_files,
 )
+from mergekit_lab.checkpoints.card import Card
+from mergekit_lab.checkpoints.generation import follow_tokenizer
+from mergekit_lab.checkpoints.libraries import find_library
+from mergekit_lab.checkpoints.model_files import measure_files
+from mergekit_lab.checkpoints.plain_files import read_json
+from mergekit_lab.checkpoints.publish import RECORD, check_out
+from mergekit_lab.checkpoints.shards import MAX_SHARD_BYTES, plan_files
 from mergekit_lab.commands import list_arguments
 from mergekit_lab.commands.prepared import plan_output
 from mergekit_lab.console import is_watched

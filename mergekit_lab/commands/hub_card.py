@@ -14,7 +14,8 @@ from typing import Any
 
 import yaml
 
-from mergekit_lab.checkpoints import OPEN_CLIP, TRANSFORMERS
+from mergekit_lab.checkpoints import TRANSFORMERS
+from mergekit_lab.checkpoints.libraries import OPEN_CLIP
 from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.commands.prepared import Prepared
 from mergekit_lab.errors import InputError

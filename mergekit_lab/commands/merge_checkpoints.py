@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 from annotated_types import Ge, Gt, Le
 
-from mergekit_lab.checkpoints import MAX_SHARD_BYTES, check_out, check_push
+from mergekit_lab.checkpoints import check_push
+from mergekit_lab.checkpoints.publish import check_out
+from mergekit_lab.checkpoints.shards import MAX_SHARD_BYTES
 from mergekit_lab.commands.prepare import prepare
 from mergekit_lab.commands.prepared import Prepared
 from mergekit_lab.commands.sources import list_local_paths, read_sources

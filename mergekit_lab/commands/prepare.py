@@ -11,33 +11,26 @@ from typing import Any
 import torch
 
 from mergekit_lab.checkpoints import (
-    FLOATING,
-    MAX_SHARD_BYTES,
     TRANSFORMERS,
     Checkpoint,
-    LayerRange,
-    Reconciled,
-    TokenPlan,
     align,
-    arrange_layers,
-    compare_configs,
-    count_vocabulary_rows,
-    describe_tokenizer,
     find_adapter,
-    find_library,
-    find_other_weights,
-    find_parts_with_weights,
-    find_source,
-    list_computed_buffers,
     open_checkpoint,
     parse_hub_id,
-    read_tokens,
-    reconcile,
-    untie,
 )
-from mergekit_lab.checkpoints.libraries import find_weights
-from mergekit_lab.checkpoints.model_files import find_tokenizer_files
+from mergekit_lab.checkpoints.align import list_computed_buffers, untie
+from mergekit_lab.checkpoints.casting import FLOATING
+from mergekit_lab.checkpoints.generation import describe_tokenizer
+from mergekit_lab.checkpoints.layers import LayerRange, arrange_layers
+from mergekit_lab.checkpoints.libraries import find_library, find_other_weights, find_weights
+from mergekit_lab.checkpoints.model_config import compare_configs
+from mergekit_lab.checkpoints.model_files import find_parts_with_weights, find_tokenizer_files
+from mergekit_lab.checkpoints.reader import find_source
+from mergekit_lab.checkpoints.shards import MAX_SHARD_BYTES
 from mergekit_lab.checkpoints.tied_weights import read_config
+from mergekit_lab.checkpoints.tokens import read_tokens
+from mergekit_lab.checkpoints.vocabulary import count_vocabulary_rows, reconcile
+from mergekit_lab.checkpoints.vocabulary_rows import Reconciled, TokenPlan
 from mergekit_lab.commands.prepared import Adapter, Arranged, Prepared
 from mergekit_lab.commands.sources import name_by_folder, refuse_absent, shorten_path
 from mergekit_lab.errors import InputError, join_names, suggest

@@ -10,14 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mergekit_lab.checkpoints import (
-    TRANSFORMERS,
-    Checkpoint,
-    Library,
-    TensorSpec,
-    find_library,
-    plan_specs,
-)
+from mergekit_lab.checkpoints import TRANSFORMERS, Checkpoint, TensorSpec
+from mergekit_lab.checkpoints.inspection import plan_specs
+from mergekit_lab.checkpoints.libraries import Library, find_library
 from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.merging import Method
 from mergekit_lab.merging.inputs import Source

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mergekit_lab.checkpoints import LIBRARIES, find_source, parse_hub_id
+from mergekit_lab.checkpoints import parse_hub_id
+from mergekit_lab.checkpoints.libraries import LIBRARIES
+from mergekit_lab.checkpoints.reader import find_source
 from mergekit_lab.errors import InputError, abbreviate, join_names
 from mergekit_lab.merging import inputs
 from mergekit_lab.ranges import require

@@ -19,24 +19,23 @@ from rich.text import Text
 from torch import Tensor
 
 from mergekit_lab.checkpoints import (
-    Card,
     LowRankRecord,
     ShardedWriter,
-    check_out,
     find_adapter,
     fingerprint,
-    follow_tokenizer,
     make_folder,
-    measure_files,
     parse_hub_id,
-    plan_files,
     plan_model_files,
     plan_tokenizer_files,
     push_folder,
-    read_versions,
-    write_adapter,
     write_files,
 )
+from mergekit_lab.checkpoints.adapter_writing import write_adapter
+from mergekit_lab.checkpoints.card import Card, read_versions
+from mergekit_lab.checkpoints.generation import follow_tokenizer
+from mergekit_lab.checkpoints.model_files import measure_files
+from mergekit_lab.checkpoints.publish import check_out
+from mergekit_lab.checkpoints.shards import plan_files
 from mergekit_lab.commands.hub_card import describe_for_hub, say_command, say_usage, write_recipe
 from mergekit_lab.commands.prepared import Prepared
 from mergekit_lab.errors import InputError, join_names, say_bytes

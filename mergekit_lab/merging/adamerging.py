@@ -23,7 +23,7 @@ from torch import Tensor
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Method, Site
 from mergekit_lab.merging.inputs import Source, Sources, open_inputs
-from mergekit_lab.ranges import require, require_choice, require_positive
+from mergekit_lab.ranges import Count, Proportion, Rate, check_settings
 
 _START = 0.3
 
@@ -42,18 +42,14 @@ class Learning:
     """
 
     layer_wise: bool = True
-    steps: int = 500
-    batch_size: int = 16
-    lr: float = 1e-3
-    start: float = _START
+    steps: Count = 500
+    batch_size: Count = 16
+    lr: Rate = 1e-3
+    start: Proportion = _START
     part: Literal["test", "validation", "train"] = "test"
 
     def __post_init__(self) -> None:
-        require(self.steps >= 1, "steps", self.steps, "at least 1")
-        require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
-        require_positive("lr", self.lr)
-        require(0 <= self.start <= 1, "start", self.start, "in [0, 1]")
-        require_choice("part", self.part, ("test", "validation", "train"))
+        check_settings(Learning, vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)

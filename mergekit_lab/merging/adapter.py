@@ -18,13 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mergekit_lab.checkpoints import (
-    Checkpoint,
-    LowRankChange,
-    find_adapter,
-    find_conv1d_weights,
-    stands_before_layers,
-)
+from mergekit_lab.checkpoints import Checkpoint, find_adapter, stands_before_layers
+from mergekit_lab.checkpoints.adapter_layout import find_conv1d_weights
+from mergekit_lab.checkpoints.adapter_writing import LowRankChange
 from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.merging.average import WeightAverage
 from mergekit_lab.merging.contract import Method

@@ -9,15 +9,12 @@ two models are its base and another; here they are the two experts, as for SLERP
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Method, Site
-from mergekit_lab.merging.slerp import expect_two
-from mergekit_lab.ranges import require
 
 _FLOOR = 1e-8
 _SPREAD = 1.5
@@ -31,19 +28,11 @@ class ArceeFusion(Method):
         weights: None; importance decides.
 
     The order of the experts matters.
-
-    Raises:
-        InputError: at the merge, not exactly two experts.
     """
 
     by_matrix = True
-
-    def __post_init__(self) -> None:
-        require(self.weights is None, "weights", self.weights, "None: importance decides")
-
-    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
-        expect_two(experts, self)
-        return super().weigh_experts(experts, name)
+    fewest = most = 2
+    without_weights = "importance decides"
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         apart = deltas[1] - deltas[0]

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
+from annotated_types import Ge, Lt
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Blocks, Site
 from mergekit_lab.merging.selection import Largest, Pass, select_each
 from mergekit_lab.merging.sparsified import SparsifiedMethod
-from mergekit_lab.ranges import require
+from mergekit_lab.ranges import Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +34,10 @@ class Breadcrumbs(SparsifiedMethod):
         inner: the method that merges what is left, task arithmetic by default.
     """
 
-    density: float = 0.1
-    gamma: float = 0.01
+    density: Share = 0.1
+    gamma: Annotated[float, Ge(0), Lt(1)] = 0.01
 
     by_blocks = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0 < self.density <= 1, "density", self.density, "in (0, 1]")
-        require(0 <= self.gamma < 1, "gamma", self.gamma, "in [0, 1)")
 
     def survey_sparsity(self, name: str, entries: int, blocks: Blocks) -> Middle:
         def read() -> Iterator[Tensor]:

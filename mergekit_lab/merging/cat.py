@@ -15,15 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import ScaledMethod, Site
 from mergekit_lab.merging.regmean import name_gram
-from mergekit_lab.ranges import require
+from mergekit_lab.ranges import Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +42,14 @@ class CAT(ScaledMethod):
     projections of several experts are made one after another, in their order.
 
     Raises:
-        InputError: a value out of range; at the merge, a Gram that does not fit its weight.
+        InputError: at the merge, a Gram that does not fit its weight.
     """
 
-    rank: int = 3
-    penalty: float = 1.0
+    rank: Count = 3
+    penalty: Annotated[float, Ge(0)] = 1.0
 
     side_inputs: ClassVar[tuple[str, ...]] = ("gram",)
     by_matrix = True
-
-    def __post_init__(self) -> None:
-        require(self.rank >= 1, "rank", self.rank, "at least 1")
-        require(self.penalty >= 0, "penalty", self.penalty, "at least 0")
 
     def name_side(self, kind: str, name: str) -> str | None:
         return name_gram(name)

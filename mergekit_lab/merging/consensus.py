@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
+from annotated_types import Ge
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
@@ -39,12 +41,11 @@ class ConsensusTA(ScaledMethod):
             other experts.
     """
 
-    k: int = 2
+    k: Annotated[int, Ge(0)] = 2
     tall: float | Sequence[float] | Mapping[str, float] = 0.4
     coefficient: float = 0.3
 
     def __post_init__(self) -> None:
-        require(self.k >= 0, "k", self.k, "at least 0")
         if isinstance(self.tall, Mapping):
             values = list(self.tall.values())
         else:

@@ -11,17 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cache
-from numbers import Integral, Real
-from types import NoneType
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 from torch import Tensor
 
 from mergekit_lab.errors import InputError, abbreviate, join_names, suggest
-from mergekit_lab.ranges import FLOAT32_MAX, require
+from mergekit_lab.ranges import FLOAT32_MAX, check_settings, require
 
 
 def _ignore_note(key: str, value: object) -> None:
@@ -128,40 +125,6 @@ class Stream(Protocol):
         rounded numbers do."""
 
 
-_KINDS: dict[Any, str] = {
-    float: "a number", int: "a whole number", bool: "true or false", NoneType: "null",
-    Sequence: "a list", Mapping: "a mapping",
-}  # fmt: skip
-_LONGEST = 2**63
-"""Whole numbers from here on are none to torch."""
-
-
-@cache
-def _list_numbers(kind: type) -> Mapping[str, tuple[type, ...]]:
-    """The fields of a method that are single numbers, or may be, and of which kinds."""
-    try:
-        hints = get_type_hints(kind)
-    except (NameError, TypeError):  # a user's own
-        return {}
-    options = {name: get_args(hint) or (hint,) for name, hint in hints.items()}
-    kinds = {name: tuple(get_origin(each) or each for each in those) for name, those in options.items()}
-    numbers = {float, int, bool}
-    return {
-        name: those for name, those in kinds.items() if set(those) & numbers and set(those) <= _KINDS.keys()
-    }
-
-
-def _require_kind(name: str, value: object, kinds: tuple[Any, ...]) -> None:
-    wanted = tuple({float: Real, int: Integral}.get(kind, kind) for kind in kinds)
-    right = (
-        bool in kinds if isinstance(value, bool) else isinstance(value, wanted) and not isinstance(value, str)
-    )
-    rule = " or ".join(_KINDS[kind] for kind in kinds)
-    require(right, name, value, rule)
-    large = isinstance(value, int) and abs(value) >= _LONGEST
-    require(not large, name, value, f"{rule}, finite in float32; write large ones as 1e30")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """Base of all methods.
@@ -193,16 +156,21 @@ class Method:
     """Whether it makes a model per task, as `merge_factors` stores them. `merge` returns one for all tasks."""
     default_weight: ClassVar[float] = 1.0
     """`λ_t` where `weights` is None."""
+    fewest: ClassVar[int] = 1
+    most: ClassVar[int | None] = None
+    """How many experts it takes; None: any number."""
+    without_weights: ClassVar[str] = ""
+    """Why `weights` must be None; empty where it may not be."""
 
     def __new__(cls, *arguments: Any, **settings: Any) -> Self:
-        """Check numbers before they are used.
+        """Check the settings by the types of their fields, before they are used.
 
         Raises:
-            InputError: a setting that should be a number is none, or too large for torch's floats.
+            InputError: a setting of another type, or out of its range.
         """
-        for name, kinds in _list_numbers(cls).items():  # type: ignore[arg-type]
-            if name in settings:
-                _require_kind(name, settings[name], kinds)
+        check_settings(cls, settings)
+        weights = settings.get("weights")
+        require(weights is None or not cls.without_weights, "weights", weights, f"None: {cls.without_weights}")
         return super().__new__(cls)
 
     @property
@@ -222,8 +190,9 @@ class Method:
         """`λ_t` of the tensor `name` for these experts, in their order.
 
         Raises:
-            InputError: too many, too few, or a name that is no expert.
+            InputError: too many or too few, of experts or of weights; or a name that is no expert.
         """
+        self._check_number(len(experts))
         default = self.default_weight
         if self.weights is None:
             return [default] * len(experts)
@@ -238,10 +207,8 @@ class Method:
             if missing:
                 raise InputError(f"weights lack a number for {join_names(missing)}")
             values = [by_name[expert] for expert in experts]
-        elif isinstance(self.weights, Sequence) and not isinstance(self.weights, str):
-            values = list(self.weights)
         else:
-            raise InputError(f"weights is {self.weights!r}; it must be a list of numbers or a mapping by name")
+            values = list(self.weights)
         if len(values) != len(experts):
             raise InputError(f"{len(values)} weights were given for {len(experts)} experts")
         numbers = [
@@ -251,17 +218,16 @@ class Method:
         require(all(map(is_finite, numbers)), "weights", self.weights, "finite in float32")
         return numbers
 
+    def _check_number(self, experts: int) -> None:
+        bound = self.fewest if experts < self.fewest else self.most or experts
+        if not self.fewest <= experts <= bound:
+            how = "exactly" if self.fewest == self.most else "at least" if experts < bound else "at most"
+            what = {1: "one expert", 2: "two experts"}.get(bound, f"{bound} experts")
+            raise InputError(f"{type(self).__name__} takes {how} {what}, not {experts}")
+
     def check(self, experts: Sequence[str]) -> None:
-        """Raise `InputError` before any work if weights do not fit these experts, or settings are not finite.
-        Extend it by `super()`.
-        """
+        """Raise `InputError` before any work for experts that it cannot merge. Extend it by `super()`."""
         self.weigh_experts(experts)
-        number = isinstance(self.scale, Real) and not isinstance(self.scale, bool)
-        require(number, "coefficient", self.scale, "a number")
-        for setting in fields(self):
-            value = getattr(self, setting.name)
-            finite = not isinstance(value, int | float) or is_finite(value)
-            require(finite, setting.name, value, "finite in float32")
 
     def check_tensors(self, names: Sequence[str]) -> None:
         """Raise `InputError` before any work for a model that the method cannot merge, by its merged tensors'

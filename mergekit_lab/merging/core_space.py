@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from mergekit_lab.checkpoints import LowRankChange
+from mergekit_lab.checkpoints.adapter_writing import LowRankChange
 from mergekit_lab.merging.contract import Method
 from mergekit_lab.merging.factorizations import solve_triplets
 from mergekit_lab.merging.subspace import Changes, LeftDirections, MatrixBasis, SubspaceMethod
 from mergekit_lab.merging.tsvm import TSVM
-from mergekit_lab.ranges import require
+from mergekit_lab.ranges import Count
 
 _ROUNDING = 1e-5
 
@@ -39,15 +39,11 @@ class CoreSpace(SubspaceMethod):
         weights: None; they are given to the inner method.
 
     Raises:
-        InputError: a value out of range, or an inner method that reads side inputs.
+        InputError: an inner method that reads side inputs.
     """
 
-    rank: int | None = None
+    rank: Count | None = None
     inner: Method = field(default_factory=TSVM)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.rank is None or self.rank >= 1, "rank", self.rank, "at least 1, or None")
 
     def find_basis(self, changes: Changes) -> MatrixBasis:
         left, right = LeftDirections(), LeftDirections()

@@ -18,7 +18,7 @@ from torch import Tensor
 from mergekit_lab.merging.contract import Blocks, Site
 from mergekit_lab.merging.dropping import apply_mask, apply_packed, draw_mask, make_counters, pack_mask
 from mergekit_lab.merging.sparsified import SparsifiedMethod
-from mergekit_lab.ranges import require, require_choice
+from mergekit_lab.ranges import Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,16 +33,11 @@ class DARE(SparsifiedMethod):
         inner: the method that merges what is left; coefficient and weights are the inner method's.
     """
 
-    density: float = 0.1
+    density: Share = 0.1
     seed: int = 0
     rescale: Literal["inverse", "l1"] = "inverse"
 
     by_blocks = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0 < self.density <= 1, "density", self.density, "in (0, 1]")
-        require_choice("rescale", self.rescale, ("inverse", "l1"))
 
     @property
     def by_entries(self) -> bool:  # type: ignore[override]

@@ -25,7 +25,7 @@ from mergekit_lab.merging.contract import Method, Segment, Site
 from mergekit_lab.merging.dropping import draw_uniform, drop_and_rescale, make_counters
 from mergekit_lab.merging.sparsified import SparsifiedMethod
 from mergekit_lab.merging.ties import TIES
-from mergekit_lab.ranges import require, require_choice
+from mergekit_lab.ranges import Share, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class DELLA(SparsifiedMethod):
             sign.
     """
 
-    density: float = 0.7
+    density: Share = 0.7
     epsilon: float = 0.07
     seed: int = 0
     rescale: Literal["inverse", "l1"] = "inverse"
@@ -52,11 +52,9 @@ class DELLA(SparsifiedMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(0 < self.density <= 1, "density", self.density, "in (0, 1]")
         room = min(self.density, 1 - self.density) if self.density < 1 else float("inf")
         rule = f"at least 0 and below {room:g}, so that density ± epsilon stays within (0, 1)"
         require(0 <= self.epsilon < room, "epsilon", self.epsilon, rule)
-        require_choice("rescale", self.rescale, ("inverse", "l1"))
 
     def sparsify(self, name: str, deltas: Tensor, site: Site) -> Tensor:
         if self.density == 1:

@@ -16,15 +16,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import torch
+from annotated_types import Ge, Gt
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Site, Stream
 from mergekit_lab.merging.factorizations import solve_triplets
 from mergekit_lab.merging.selection import read_task_vectors, select_largest
 from mergekit_lab.merging.spectral import LayerWeightsMethod, cap_rank
-from mergekit_lab.ranges import require, require_positive
+from mergekit_lab.ranges import Rate, Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,23 +42,13 @@ class DOGE(LayerWeightsMethod):
         all_matrices: merge every matrix this way, and average other tensors; otherwise those stay the base's.
         coefficient: `α`; the authors set `size` alone.
         weights: `λ_t` of the experts' shares `c_t`, 1 by default.
-
-    Raises:
-        InputError: a value out of range.
     """
 
-    size: float = 0.07
-    density: float = 0.3
-    subspace: float = 6
-    steps: int = 400
-    lr: float = 1e-4
-
-    def __post_init__(self) -> None:
-        require(self.size > 0, "size", self.size, "positive")
-        require(0 < self.density <= 1, "density", self.density, "in (0, 1]")
-        require(self.subspace >= 1, "subspace", self.subspace, "at least 1")
-        require(self.steps >= 0, "steps", self.steps, "at least 0")
-        require_positive("lr", self.lr)
+    size: Annotated[float, Gt(0)] = 0.07
+    density: Share = 0.3
+    subspace: Annotated[float, Ge(1)] = 6
+    steps: Annotated[int, Ge(0)] = 400
+    lr: Rate = 1e-4
 
     def survey(self, stream: Stream) -> list[float] | None:
         """The magnitude from which entries stay, of each expert."""

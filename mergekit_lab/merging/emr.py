@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Method, Site, Stream
-from mergekit_lab.ranges import require_choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +37,6 @@ class EMR(Method):
 
     elementwise = True
     by_task: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        require_choice("preset", self.preset, ("paper", "authors"))
 
     @property
     def pools(self) -> bool:  # type: ignore[override]

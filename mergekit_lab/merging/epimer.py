@@ -15,17 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from annotated_types import Gt
 from torch import Tensor
 
-from mergekit_lab.merging.contract import Site, Stream, is_finite
-from mergekit_lab.merging.fisher import SCALES, sum_fishers
+from mergekit_lab.merging.contract import Site, Stream
+from mergekit_lab.merging.fisher import sum_fishers
 from mergekit_lab.merging.spectral import AtomMethod, Atoms, note_rank, whiten_atoms
-from mergekit_lab.ranges import require, require_choice
+from mergekit_lab.ranges import Count, require
 
-_COORDINATES = ("tagged", "full", "own")
 _BLOCK_ENTRIES = 1 << 25
 """Entries of `V ∘ v_i` that one block of a Gram matrix holds on a GPU: 256 MiB in float64."""
 
@@ -48,22 +48,13 @@ class EpiMer(AtomMethod):
     (Theorem 3). Other tensors get `α·mean(δ)`, weighted by `λ_t`.
     """
 
-    rank: int | None = 32
-    floor: float = 1e-8
+    rank: Count | None = 32
+    floor: Annotated[float, Gt(0)] = 1e-8
     aggregator: Literal["sum", "mean"] = "sum"
     coordinates: Literal["tagged", "full", "own"] = "tagged"
     normalize: Literal["none", "trace", "norm"] = "none"
 
     side_inputs: ClassVar[tuple[str, ...]] = ("fisher",)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.floor > 0 and is_finite(self.floor), "floor", self.floor, "positive, and finite in float32"
-        )
-        require_choice("aggregator", self.aggregator, ("sum", "mean"))
-        require_choice("coordinates", self.coordinates, _COORDINATES)
-        require_choice("normalize", self.normalize, SCALES)
 
     def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
         weights = super().weigh_experts(experts, name)

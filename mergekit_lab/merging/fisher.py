@@ -9,17 +9,15 @@ tanganke/fusion_bench run: the floor is added, and the norm has it too.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
 from mergekit_lab.errors import InputError, join_names
-from mergekit_lab.merging.contract import Method, Site, Stream, is_finite
-from mergekit_lab.ranges import require, require_choice
-
-SCALES = ("none", "trace", "norm")
-"""How the experts' Fishers are brought to one scale: not at all, by their sums, by their L2 norms."""
+from mergekit_lab.merging.contract import Method, Site, Stream
+from mergekit_lab.ranges import require
 
 
 def sum_fishers(stream: Stream, normalize: str) -> Tensor:
@@ -47,22 +45,17 @@ class Fisher(Method):
     Needs `statistics={"fisher": …}`. If all `W_t` of an entry are 0, the plain mean is taken.
 
     Raises:
-        InputError: a value out of range; at the merge, a Fisher without a norm to divide by.
+        InputError: settings that exclude each other; at the merge, a Fisher without a norm to divide by.
     """
 
     preset: Literal["matena", "mergelm"] = "matena"
-    floor: float = 1e-6
+    floor: Annotated[float, Ge(0)] = 1e-6
     normalize: Literal["none", "trace", "norm"] = "none"
     favor_target: bool = False
 
     side_inputs: ClassVar[tuple[str, ...]] = ("fisher",)
 
     def __post_init__(self) -> None:
-        require_choice("preset", self.preset, ("matena", "mergelm"))
-        require_choice("normalize", self.normalize, SCALES)
-        require(
-            self.floor >= 0 and is_finite(self.floor), "floor", self.floor, "at least 0, and finite in float32"
-        )
         require(
             not self.favor_target or self.preset == "matena",
             "favor_target",

@@ -16,11 +16,11 @@ from mergekit_lab.checkpoints import (
     Checkpoint,
     TensorSpec,
     align,
-    find_conv1d_weights,
     list_mismatches,
     open_checkpoint,
     refuse_quantized,
 )
+from mergekit_lab.checkpoints.adapter_layout import find_conv1d_weights
 from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.merging.contract import Method
 from mergekit_lab.merging.stacks import Stack, find_stacks

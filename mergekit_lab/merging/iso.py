@@ -24,7 +24,7 @@ from torch import Tensor
 from mergekit_lab.merging.contract import Site
 from mergekit_lab.merging.factorizations import orthogonalize, solve_precise_triplets, solve_triplets
 from mergekit_lab.merging.spectral import SpectralMethod
-from mergekit_lab.ranges import require
+from mergekit_lab.ranges import Proportion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +64,7 @@ class IsoCTS(SpectralMethod):
     Notes `rank_deficient` where the directions are not independent.
     """
 
-    common: float = 0.8
-
-    def __post_init__(self) -> None:
-        require(0 <= self.common <= 1, "common", self.common, "in [0, 1]")
+    common: Proportion = 0.8
 
     def merge_matrices(self, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
         deltas = sites[0].orient(deltas)

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
 from mergekit_lab.merging.sphere import SphericalMethod
-from mergekit_lab.ranges import require, require_positive, require_whole
+from mergekit_lab.ranges import Rate, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,17 +30,10 @@ class Karcher(SphericalMethod):
         tolerance: positive; a shorter arc counts as zero, and a shorter vector has no direction.
         task_vectors: take the mean of the task vectors, and add the base.
         weights: `λ_t ≥ 0`, 1 by default.
-
-    Raises:
-        InputError: a value out of range.
     """
 
-    steps: int = 10
-    tolerance: float = 1e-5
-
-    def __post_init__(self) -> None:
-        require_whole("steps", self.steps, 0)
-        require_positive("tolerance", self.tolerance)
+    steps: Annotated[int, Ge(0)] = 10
+    tolerance: Rate = 1e-5
 
     def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
         weights = super().weigh_experts(experts, name)

@@ -13,15 +13,15 @@ of different rows are compared, as by TIES' trimming.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge
 
-from mergekit_lab.checkpoints import LowRankChange
+from mergekit_lab.checkpoints.adapter_writing import LowRankChange
 from mergekit_lab.merging.contract import Method
 from mergekit_lab.merging.subspace import Changes, LeftDirections, MatrixBasis, SubspaceMethod
 from mergekit_lab.merging.ties import TIES
-from mergekit_lab.ranges import require, require_choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,17 +36,12 @@ class KnOTS(SubspaceMethod):
         weights: None; they are given to the inner method.
 
     Raises:
-        InputError: a value out of range, or an inner method that reads side inputs.
+        InputError: an inner method that reads side inputs.
     """
 
     preset: Literal["paper", "authors"] = "paper"
-    tolerance: float = 1e-5
+    tolerance: Annotated[float, Ge(0)] = 1e-5
     inner: Method = field(default_factory=TIES)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_choice("preset", self.preset, ("paper", "authors"))
-        require(self.tolerance >= 0, "tolerance", self.tolerance, "at least 0")
 
     def find_basis(self, changes: Changes) -> MatrixBasis:
         columns = LeftDirections()

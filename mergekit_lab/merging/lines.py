@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mergekit_lab.checkpoints import split_layer
+from mergekit_lab.checkpoints import count_layers, split_layer
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.contract import Site, Stream, is_finite
+from mergekit_lab.merging.contract import Site, Stream
 from mergekit_lab.merging.sparsified import SparsifiedMethod
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
-from mergekit_lab.ranges import require
 
 
 class _LayerSurvey(NamedTuple):
@@ -42,7 +41,7 @@ class LiNeS(SparsifiedMethod):
             meant for a coefficient of 1.
 
     Raises:
-        InputError: a value out of range; at the merge, a rule that the inner method does not allow.
+        InputError: at the merge, a rule that the inner method does not allow.
     """
 
     first: float | None = None
@@ -52,22 +51,13 @@ class LiNeS(SparsifiedMethod):
     by_entries = True
     pools = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.first is None or is_finite(self.first), "first", self.first, "finite, or None")
-        require(is_finite(self.slope), "slope", self.slope, "finite")
-
     def sparsify(self, name: str, deltas: Tensor, site: Site) -> Tensor:
         return deltas
 
     def survey(self, stream: Stream) -> _LayerSurvey:
         inner = super().survey(stream)
-        layers: dict[str, int] = {}
-        for name in stream.names:
-            if parsed := split_layer(name):
-                layers[parsed.stack] = max(layers.get(parsed.stack, 0), parsed.layer + 1)
         first = self._balance(stream, inner) / len(stream.experts) if self.first is None else self.first
-        return _LayerSurvey(inner, first, layers)
+        return _LayerSurvey(inner, first, count_layers(stream.names))
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         survey: _LayerSurvey = site.survey

@@ -15,8 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import torch
+from annotated_types import Ge, Gt
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
@@ -24,7 +26,7 @@ from mergekit_lab.merging.contract import ScaledMethod, Site, Stream
 from mergekit_lab.merging.inputs import Source, open_inputs
 from mergekit_lab.merging.selection import Largest, read_task_vectors, select_largest
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
-from mergekit_lab.ranges import require
+from mergekit_lab.ranges import Count, Share, check_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +41,14 @@ class Localization:
         l1: how strongly each entry is pushed further to its side, ≥ 0.
     """
 
-    start: float = 1e-5
-    epochs: int = 10
-    lr: float = 1e7
-    bias: float = 5.0
-    l1: float = 1.0
+    start: Share = 1e-5
+    epochs: Count = 10
+    lr: Annotated[float, Gt(0)] = 1e7
+    bias: Annotated[float, Gt(0)] = 5.0
+    l1: Annotated[float, Ge(0)] = 1.0
 
     def __post_init__(self) -> None:
-        require(0 < self.start <= 1, "start", self.start, "in (0, 1]")
-        require(self.epochs >= 1, "epochs", self.epochs, "at least 1")
-        require(self.lr > 0, "lr", self.lr, "positive")
-        require(self.bias > 0, "bias", self.bias, "positive")
-        require(self.l1 >= 0, "l1", self.l1, "at least 0")
+        check_settings(Localization, vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +64,11 @@ class LocalizeStitch(ScaledMethod):
         weights: `λ_t`, 1 by default.
     """
 
-    density: float = 0.05
+    density: Share = 0.05
     learn: Localization | None = None
 
     elementwise = True
     pools = True
-
-    def __post_init__(self) -> None:
-        require(0 < self.density <= 1, "density", self.density, "in (0, 1]")
 
     @property
     def side_inputs(self) -> tuple[str, ...]:  # type: ignore[override]

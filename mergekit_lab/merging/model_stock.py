@@ -13,16 +13,13 @@ input.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mergekit_lab.errors import InputError
 from mergekit_lab.merging.blocks import size_block
 from mergekit_lab.merging.contract import Blocks, Method, Site
-from mergekit_lab.ranges import require
 
 _SINGULAR = 1e-6
 
@@ -37,17 +34,13 @@ class ModelStock(Method):
 
     Orthogonal task vectors leave the base, equal ones give the expert. Opposing ones (cos θ < 0) move away
     from the mean, as in mergekit; such a tensor's smallest `r` is noted as `ratio`.
-
-    Raises:
-        InputError: at the merge, fewer than two experts.
     """
 
     filter_wise: bool = False
 
     propagates = True
-
-    def __post_init__(self) -> None:
-        require(self.weights is None, "weights", self.weights, "None: the experts count equally")
+    fewest = 2
+    without_weights = "the experts count equally"
 
     @property
     def elementwise(self) -> bool:  # type: ignore[override]
@@ -56,11 +49,6 @@ class ModelStock(Method):
     @property
     def by_matrix(self) -> bool:  # type: ignore[override]
         return self.filter_wise
-
-    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
-        if len(experts) < 2:
-            raise InputError("model stock measures the angle between experts; it needs at least two")
-        return super().weigh_experts(experts, name)
 
     def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> Tensor:
         """`r` of the tensor, 0-d."""

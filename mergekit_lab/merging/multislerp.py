@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
+from annotated_types import Gt
 from torch import Tensor
 
 from mergekit_lab.merging.sphere import SphericalMethod
-from mergekit_lab.ranges import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,17 +29,11 @@ class MultiSLERP(SphericalMethod):
         weights: `λ_t`, 1 by default.
 
     Vectors whose directions cancel are averaged; mergekit does so for two, and refuses more.
-
-    Raises:
-        InputError: a value out of range.
     """
 
     normalize: bool = True
-    epsilon: float = 1e-8
+    epsilon: Annotated[float, Gt(0)] = 1e-8
     task_vectors: bool = True
-
-    def __post_init__(self) -> None:
-        require(self.epsilon > 0, "epsilon", self.epsilon, "above 0")
 
     def find_shares(self, name: str, gram: Tensor, weights: Tensor) -> Sequence[float]:
         if len(weights) == 1:

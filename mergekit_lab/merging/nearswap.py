@@ -7,14 +7,13 @@ it. mergekit's two models are its base and another; here they are the two expert
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
+from annotated_types import Ge
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Method, Site
-from mergekit_lab.merging.slerp import expect_two
-from mergekit_lab.ranges import require
 
 _NONE = 1e-6
 
@@ -28,24 +27,15 @@ class NearSwap(Method):
         weights: None; `t` takes their place.
 
     The order of the experts matters.
-
-    Raises:
-        InputError: a value out of range; at the merge, not exactly two experts.
     """
 
-    t: float = 1e-4
+    t: Annotated[float, Ge(0)] = 1e-4
 
     elementwise = True
     propagates = True
     pools = True
-
-    def __post_init__(self) -> None:
-        require(self.t >= 0, "t", self.t, "at least 0")
-        require(self.weights is None, "weights", self.weights, "None: t says how much of the second")
-
-    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
-        expect_two(experts, self)
-        return super().weigh_experts(experts, name)
+    fewest = most = 2
+    without_weights = "t says how much of the second"
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
         apart = deltas[1] - deltas[0]

@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Site
-from mergekit_lab.merging.slerp import expect_two, split_arc
+from mergekit_lab.merging.slerp import split_arc
 from mergekit_lab.merging.sphere import SphericalMethod
-from mergekit_lab.ranges import require_choice
 
 _ROUNDING = 2.0**-24
 _SHORT = 1e-7
@@ -34,24 +34,16 @@ class NuSLERP(SphericalMethod):
             a matrix); `"first"`, along the first (a column).
         task_vectors: interpolate the task vectors, and add the base.
         weights: `λ_t`; the position is the second's share of their sum, ½ by default and where the sum is 0.
-
-    Raises:
-        InputError: a value out of range; at the merge, not exactly two experts.
     """
 
-    along: str = "tensor"
+    along: Literal["tensor", "last", "first"] = "tensor"
     task_vectors: bool = True
 
-    def __post_init__(self) -> None:
-        require_choice("along", self.along, ("tensor", "last", "first"))
+    fewest = most = 2
 
     @property
     def elementwise(self) -> bool:  # type: ignore[override]
         return self.along == "tensor"
-
-    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
-        expect_two(experts, self)
-        return super().weigh_experts(experts, name)
 
     def find_shares(self, name: str, gram: Tensor, weights: Tensor) -> Sequence[float]:
         t = _find_position(weights)

@@ -16,14 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import ScaledMethod, Site, Stream
 from mergekit_lab.merging.selection import Largest, read_task_vectors, select_each, select_largest
-from mergekit_lab.ranges import require
+from mergekit_lab.ranges import Share
 
 _TAIL = 0.0001
 _NO_WEIGHT = 1e-12
-_MOST_EXPERTS = 88
 
 
 class _Bounds(NamedTuple):
@@ -43,25 +41,16 @@ class PCB(ScaledMethod):
         density: share of an expert's entries that count, in (0, 1].
         coefficient: `α`.
         weights: `λ_t` of the clamped task vectors, 1 by default; the authors search them by evolution.
-
-    Raises:
-        InputError: a value out of range; at the merge, more than 88 experts, of which `exp` overflows.
     """
 
-    density: float = 0.1
+    density: Share = 0.1
 
     elementwise = True
     pools = True
-
-    def __post_init__(self) -> None:
-        require(0 < self.density <= 1, "density", self.density, "in (0, 1]")
+    most = 88  # exp of more overflows
 
     def survey(self, stream: Stream) -> _Bounds | None:
-        experts, entries = len(stream.experts), stream.entries
-        if experts > _MOST_EXPERTS:
-            raise InputError(
-                f"PCB takes at most {_MOST_EXPERTS} experts, not {experts}: it weighs by exp(their number)"
-            )
+        entries = stream.entries
         if not entries:
             return None
         low, high = _find_bounds(stream, int(entries * _TAIL), int(entries * (1 - _TAIL) - 1), entries)

@@ -10,14 +10,14 @@ that of its own, to make up for the averaging. The paper counts over the whole m
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Blocks, ScaledMethod, Site, Stream
 from mergekit_lab.merging.selection import run_at_once
-from mergekit_lab.ranges import require, require_choice
 
 _NONE = torch.zeros((), dtype=torch.int64)
 
@@ -33,22 +33,14 @@ class RAM(ScaledMethod):
         scope: what `ρ_t` is counted over: `"model"` (the paper) or `"tensor"` (mergekit).
         coefficient: `α`.
         weights: `λ_t` of what is merged, 1 by default; they do not change what counts as changed.
-
-    Raises:
-        InputError: a value out of range.
     """
 
-    epsilon: float = 1e-5
-    boost: float = 0.0
-    bound: float = 0.2
-    scope: str = "model"
+    epsilon: Annotated[float, Ge(0)] = 1e-5
+    boost: Annotated[float, Ge(0)] = 0.0
+    bound: Annotated[float, Ge(0)] = 0.2
+    scope: Literal["model", "tensor"] = "model"
 
     elementwise = True
-
-    def __post_init__(self) -> None:
-        for name in ("epsilon", "boost", "bound"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
-        require_choice("scope", self.scope, ("model", "tensor"))
 
     @property
     def pools(self) -> bool:  # type: ignore[override]

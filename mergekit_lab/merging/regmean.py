@@ -12,14 +12,15 @@ of Grams that is singular, to the precision of the data, is an error that names 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Method, Site
-from mergekit_lab.ranges import require
+from mergekit_lab.ranges import Proportion
 
 _SUFFIXES = (".weight", "_weight")
 
@@ -39,19 +40,14 @@ class RegMean(Method):
     `curvature.input_grams` makes them. Equal Grams give the mean; one expert is itself.
 
     Raises:
-        InputError: a value out of range; at the merge, a Gram that does not fit its weight, or a sum of
-            Grams that is singular.
+        InputError: at the merge, a Gram that does not fit its weight, or a sum of Grams that is singular.
     """
 
-    ratio: float = 1.0
-    ridge: float = 0.0
+    ratio: Proportion = 1.0
+    ridge: Annotated[float, Ge(0)] = 0.0
 
     side_inputs: ClassVar[tuple[str, ...]] = ("gram",)
     by_matrix = True
-
-    def __post_init__(self) -> None:
-        require(0 <= self.ratio <= 1, "ratio", self.ratio, "in [0, 1]")
-        require(self.ridge >= 0, "ridge", self.ridge, "at least 0")
 
     def name_side(self, kind: str, name: str) -> str | None:
         return name_gram(name)

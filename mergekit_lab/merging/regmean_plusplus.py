@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mergekit_lab.merging.regmean import RegMean
+from mergekit_lab.ranges import Proportion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,6 @@ class RegMeanPlusPlus(RegMean):
     method. A run makes them itself.
     """
 
-    ratio: float = 0.95
+    ratio: Proportion = 0.95
 
     side_inputs: ClassVar[tuple[str, ...]] = ("chained_gram",)

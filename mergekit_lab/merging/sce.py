@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from mergekit_lab.merging.contract import Blocks, ScaledMethod, Site
 from mergekit_lab.merging.selection import Largest, select_largest
 from mergekit_lab.merging.ties import elect
-from mergekit_lab.ranges import require, require_choice
+from mergekit_lab.ranges import Share
 
 _NOTHING = 1e-6
 
@@ -41,20 +41,13 @@ class SCE(ScaledMethod):
         preset: `"paper"` or `"mergekit"`.
         coefficient: `α`.
         weights: None; the experts' energies take their place.
-
-    Raises:
-        InputError: a value out of range.
     """
 
-    density: float = 1.0
-    preset: str = "paper"
+    density: Share = 1.0
+    preset: Literal["paper", "mergekit"] = "paper"
 
     elementwise = True
-
-    def __post_init__(self) -> None:
-        require(0 < self.density <= 1, "density", self.density, "in (0, 1]")
-        require_choice("preset", self.preset, ("paper", "mergekit"))
-        require(self.weights is None, "weights", self.weights, "None: they follow from the task vectors")
+    without_weights = "they follow from the task vectors"
 
     def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> _SCESurvey:
         largest = None

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mergekit_lab.errors import InputError
 from mergekit_lab.merging.sphere import SphericalMethod
-from mergekit_lab.ranges import require
+from mergekit_lab.ranges import Proportion
 
 _PARALLEL = 0.9995
 _NO_DIRECTION = 1e-8
@@ -33,20 +32,12 @@ class SLERP(SphericalMethod):
         weights: None; `t` takes their place.
 
     The order of the experts matters: `t` for one order is `1 − t` for the other.
-
-    Raises:
-        InputError: a value out of range; at the merge, not exactly two experts.
     """
 
-    t: float = 0.5
+    t: Proportion = 0.5
 
-    def __post_init__(self) -> None:
-        require(0 <= self.t <= 1, "t", self.t, "in [0, 1]")
-        require(self.weights is None, "weights", self.weights, "None: t says how much of each")
-
-    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
-        expect_two(experts, self)
-        return super().weigh_experts(experts, name)
+    fewest = most = 2
+    without_weights = "t says how much of each"
 
     def find_shares(self, name: str, gram: Tensor, weights: Tensor) -> Sequence[float]:
         first, second = (max(norm, 0.0) for norm in gram.diagonal().sqrt().tolist())
@@ -57,12 +48,6 @@ class SLERP(SphericalMethod):
         if abs(cosine) > _PARALLEL:
             return 1 - self.t, self.t
         return split_arc(math.acos(cosine), self.t)
-
-
-def expect_two(experts: Sequence[str], method: object) -> None:
-    """Refuse any other number of experts."""
-    if len(experts) != 2:
-        raise InputError(f"{type(method).__name__} takes exactly two experts, not {len(experts)}")
 
 
 def split_arc(angle: float, t: float) -> tuple[float, float]:

@@ -31,11 +31,11 @@ class WrappingMethod(Method):
 
     inner: Method = field(default_factory=TaskArithmetic)
 
+    without_weights = "give them to the inner method"
     stands_alone: ClassVar[bool] = False
     """Whether it cannot be another method's inner one."""
 
     def __post_init__(self) -> None:
-        require(self.weights is None, "weights", self.weights, "None: give them to the inner method")
         require(isinstance(self.inner, Method), "inner", self.inner, "a method")
         if isinstance(self.inner, WrappingMethod) and self.inner.stands_alone:
             within, outer = type(self.inner).__name__, type(self).__name__

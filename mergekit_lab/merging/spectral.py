@@ -17,7 +17,7 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Method, ScaledMethod, Site
 from mergekit_lab.merging.factorizations import orthogonalize, solve_triplets
 from mergekit_lab.merging.stacks import find_stacks
-from mergekit_lab.ranges import require
+from mergekit_lab.ranges import Count
 
 _NO_MATRIX = "text_projection"
 
@@ -146,10 +146,7 @@ class AtomMethod(SpectralMethod):
             exceeds. Capped tensors, and those with `r < T` (nothing kept), are noted.
     """
 
-    rank: int | None = None
-
-    def __post_init__(self) -> None:
-        require(self.rank is None or self.rank >= 1, "rank", self.rank, "at least 1, or None")
+    rank: Count | None = None
 
     def merge_atoms(self, deltas: Tensor, sites: Sequence[Site]) -> tuple[Atoms, Tensor]:
         """The atoms of same-shaped matrices and their merged coordinates at `α = 1`, `[B, p]`.

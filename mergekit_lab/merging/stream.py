@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mergekit_lab.checkpoints import cast, check_range, open_checkpoint
+from mergekit_lab.checkpoints import open_checkpoint
+from mergekit_lab.checkpoints.casting import cast, check_range
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.blocks import Notes, Reader
 from mergekit_lab.merging.contract import Method, Segment, Site

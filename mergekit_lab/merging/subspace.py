@@ -18,7 +18,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mergekit_lab.checkpoints import Checkpoint, LowRankChange, TensorSpec, find_adapter
+from mergekit_lab.checkpoints import Checkpoint, TensorSpec, find_adapter
+from mergekit_lab.checkpoints.adapter_writing import LowRankChange
 from mergekit_lab.checkpoints.adapters import Folded
 from mergekit_lab.checkpoints.checkpoint import Computed
 from mergekit_lab.errors import InputError

@@ -29,10 +29,11 @@ class TaskArithmetic(ScaledMethod):
     coefficient: float | Sequence[float] = 0.3  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        values = self.coefficient if isinstance(self.coefficient, Sequence) else [self.coefficient]
-        require(all(map(is_finite, values)), "coefficient", self.coefficient, "finite in float32")
-        if isinstance(self.coefficient, Sequence) and self.weights is not None:
-            raise InputError("give either a list of coefficients or weights, not both")
+        if isinstance(self.coefficient, Sequence):
+            finite = all(map(is_finite, self.coefficient))
+            require(finite, "coefficient", self.coefficient, "finite in float32")
+            if self.weights is not None:
+                raise InputError("give either a list of coefficients or weights, not both")
 
     elementwise = True
     propagates = True

@@ -22,7 +22,7 @@ from torch import Tensor
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Blocks, ScaledMethod, Site, Stream
 from mergekit_lab.merging.selection import Largest, read_task_vectors, run_at_once, select_largest
-from mergekit_lab.ranges import require, require_choice
+from mergekit_lab.ranges import Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ class TIES(ScaledMethod):
         weights: `λ_t`, 1 by default, of the trimmed task vectors.
     """
 
-    density: float = 0.2
+    density: Share = 0.2
     coefficient: float | None = None  # type: ignore[assignment]
     preset: Literal["paper", "mergelm", "sum", "core_space", "mergekit", "peft"] = "paper"
     election: Literal["mass", "frequency"] = "mass"
@@ -171,11 +171,6 @@ class TIES(ScaledMethod):
     elementwise = True
 
     def __post_init__(self) -> None:
-        require(0 < self.density <= 1, "density", self.density, "in (0, 1]")
-        require_choice("preset", self.preset, tuple(PRESETS))
-        require_choice("election", self.election, ("mass", "frequency"))
-        if self.aggregator is not None:
-            require_choice("aggregator", self.aggregator, ("mean", "sum", "max"))
         if self.count_buffers and not self.rule.whole_model:
             raise InputError(f"count_buffers is defined for whole-model presets, not {self.preset!r}")
 

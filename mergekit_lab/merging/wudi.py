@@ -17,13 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Site
 from mergekit_lab.merging.spectral import LayerWeightsMethod, weigh
-from mergekit_lab.ranges import require, require_positive
+from mergekit_lab.ranges import Rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,17 +38,10 @@ class WUDI(LayerWeightsMethod):
         all_matrices: optimize every matrix, and take the mean of the others (fusion_bench, 400 steps there).
         coefficient: `α`.
         weights: `λ_t` scales `δ_t` first; 1 by default.
-
-    Raises:
-        InputError: a value out of range.
     """
 
-    steps: int = 300
-    lr: float = 1e-5
-
-    def __post_init__(self) -> None:
-        require(self.steps >= 0, "steps", self.steps, "at least 0")
-        require_positive("lr", self.lr)
+    steps: Annotated[int, Ge(0)] = 300
+    lr: Rate = 1e-5
 
     def merge_matrices(self, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
         orient = sites[0].orient

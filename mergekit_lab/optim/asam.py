@@ -25,7 +25,7 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.optim.ascent import AscentOptimizer
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, combine, scale
 from mergekit_lab.optim.sharded import compute_global_norm
-from mergekit_lab.ranges import require_choice
+from mergekit_lab.ranges import NotNegative, Share
 
 ADDED_TO_NORM = {"samsung": 1e-16, "saft": 1e-12, "printed": 1e-12}
 
@@ -93,10 +93,10 @@ class ASAM(AscentOptimizer):
         self,
         named_parameters: Parameters,
         base: BaseOptimizer,
-        rho: float = 0.5,
+        rho: NotNegative = 0.5,
         scaling: Literal["samsung", "saft", "printed"] = "samsung",
-        eta: float = 0.01,
-        ascent_fraction: float = 1.0,
+        eta: NotNegative = 0.01,
+        ascent_fraction: Share = 1.0,
         sync_ascent: bool = True,
     ) -> None:
         self.scaling = scaling
@@ -105,8 +105,6 @@ class ASAM(AscentOptimizer):
 
     def validate(self) -> None:
         super().validate()
-        self.require_number("eta", least=0)
-        require_choice("scaling", self.scaling, ADDED_TO_NORM)
         if self.scaling == "samsung" and not self.names:
             raise InputError(
                 "ASAM(scaling='samsung') tells weights from other parameters by their names and got none: "

@@ -11,7 +11,7 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, mix_gradients
 from mergekit_lab.optim.sharded import is_sharded
 from mergekit_lab.optim.wrapper import Closure, WrappedOptimizer
-from mergekit_lab.ranges import require, require_number
+from mergekit_lab.ranges import NotNegative, Share
 
 
 class AscentOptimizer(WrappedOptimizer):
@@ -38,8 +38,8 @@ class AscentOptimizer(WrappedOptimizer):
         self,
         named_parameters: Parameters,
         base: BaseOptimizer,
-        rho: float,
-        ascent_fraction: float = 1.0,
+        rho: NotNegative,
+        ascent_fraction: Share = 1.0,
         sync_ascent: bool = True,
     ) -> None:
         self.rho = rho
@@ -48,11 +48,6 @@ class AscentOptimizer(WrappedOptimizer):
         super().__init__(named_parameters, base)
 
     def validate(self) -> None:
-        self.require_number("rho", least=0)
-        require_number("ascent_fraction", self.ascent_fraction, least=0, most=1)
-        require(isinstance(self.sync_ascent, bool), "sync_ascent", self.sync_ascent, "true or false")
-        if self.ascent_fraction == 0:
-            raise InputError("ascent_fraction=0 leaves the ascent no samples: give a number in (0, 1]")
         if not self.sync_ascent and any(is_sharded(p) for p in self.parameters):
             raise InputError(
                 f"{type(self).__name__}(sync_ascent=False) needs whole gradients on every process, and "

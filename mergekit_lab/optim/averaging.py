@@ -16,7 +16,6 @@ from mergekit_lab.optim.precision import widen
 from mergekit_lab.optim.saved_weights import SavedWeights
 from mergekit_lab.optim.sharded import take_parts
 from mergekit_lab.optim.wrapper import Closure, WrappedOptimizer
-from mergekit_lab.ranges import require_number, require_whole
 
 
 def fold_in(average: list[Tensor], weights: list[Tensor], part: float | Tensor) -> None:
@@ -78,12 +77,6 @@ class Averaging(WrappedOptimizer):
         self.averaged_count = 0
         self._mode = {"training": False}
         self._memory = SavedWeights()
-
-    def validate(self) -> None:
-        super().validate()
-        require_whole("steps", self.steps, least=1)
-        require_number("start", self.start, least=0, most=1)
-        require_whole("every", self.every, least=1)
 
     @property
     def training(self) -> bool:

@@ -7,15 +7,17 @@ It is subtracted before it is updated with the batch's gradient. The first step 
 Where we differ: as in sam.py, and the running mean is float32 or wider.
 """
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
 from mergekit_lab.optim.ascent import AscentOptimizer
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, combine, lerp_
 from mergekit_lab.optim.precision import widen
 from mergekit_lab.optim.sam import compute_sam_perturbation
+from mergekit_lab.ranges import FASTEST, NotNegative, Proportion
 
 
 def remove_mean(grads: list[Tensor], mean: list[Tensor], sigma: Setting) -> list[Tensor]:
@@ -51,18 +53,13 @@ class FriendlySAM(AscentOptimizer):
         self,
         named_parameters: Parameters,
         base: BaseOptimizer,
-        rho: float = 0.05,
-        sigma: float = 1.0,
-        lmbda: float = 0.9,
+        rho: NotNegative = 0.05,
+        sigma: Annotated[float, Ge(-FASTEST), Le(FASTEST)] = 1.0,
+        lmbda: Proportion = 0.9,
     ) -> None:
         self.sigma = sigma
         self.lmbda = lmbda
         super().__init__(named_parameters, base, rho)
-
-    def validate(self) -> None:
-        super().validate()
-        self.require_number("sigma")
-        self.require_number("lmbda", least=0, most=1)
 
     def compute_perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         grads = widen(grads)

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.optim.parameters import Setting
-from mergekit_lab.ranges import FASTEST, require_number
+from mergekit_lab.ranges import check_settings
 
 
 class GroupSettings(Optimizer):
@@ -50,13 +50,16 @@ class GroupSettings(Optimizer):
             return [common for _ in self.param_groups]
         return [group.get(name, common) for group in self.param_groups]
 
-    def require_number(self, name: str, least: float = -FASTEST, most: float = FASTEST) -> None:
-        """Raise `InputError` unless a setting is a number in range in every group."""
-        common = getattr(self, name)
-        require_number(name, common, least, most)
-        for number, value in enumerate(self.list_values(name)):
-            if value is not common:
-                require_number(f"{name} of group {number}", value, least, most)
+    def check_ranges(self) -> None:
+        """Raise `InputError` unless settings are as the constructors' arguments say, in every group too."""
+        makers = [vars(kind)["__init__"] for kind in type(self).__mro__ if "__init__" in vars(kind)]
+        own = {name: getattr(self, name) for name in self.saved_attributes}
+        free = [name for name in self.group_settings if name not in self.base.defaults]
+        for maker in makers:
+            check_settings(maker, own)
+            for number, group in enumerate(self.param_groups):
+                in_group = {name: group[name] for name in free if name in group}
+                check_settings(maker, in_group, f"{{}} of group {number}")
 
     def read_setting(self, name: str, params: Sequence[Tensor], *, signed: bool = False) -> Setting:
         """A setting of `params`: one number, or a list with one per parameter if groups differ.

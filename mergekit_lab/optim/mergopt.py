@@ -12,19 +12,20 @@ to that.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.fit import resolve_fit
-from mergekit_lab.optim.noise import DISTRIBUTIONS, Move, add_offset, draw_noise, hash_bits, to_signed
+from mergekit_lab.optim.noise import Move, add_offset, draw_noise, hash_bits, to_signed
 from mergekit_lab.optim.offset import OffsetOptimizer
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
 from mergekit_lab.optim.sharded import is_distributed, is_sharded
 from mergekit_lab.optim.wrapper import Closure
-from mergekit_lab.ranges import require, require_choice, require_number, require_whole
+from mergekit_lab.ranges import FASTEST, Count, NotNegative, require, require_number
 
 
 def merge_factor(
@@ -88,12 +89,12 @@ class MergOPT(OffsetOptimizer):
         named_parameters: Parameters,
         base: BaseOptimizer,
         coefficients: Sequence[float] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6),
-        max_experts: int = 7,
-        loc: float = 0.0,
-        scale: float | str = 5e-4,
+        max_experts: Count = 7,
+        loc: Annotated[float, Ge(-FASTEST), Le(FASTEST)] = 0.0,
+        scale: NotNegative | Literal["fit"] = 5e-4,
         distribution: Literal["laplace", "gaussian"] = "laplace",
         seed: int = 0,
-        worst_of: int = 1,
+        worst_of: Count = 1,
         per_rank: bool = False,
         task_vectors: Iterable[Any] | Mapping[str, Any] | None = None,
     ) -> None:
@@ -115,12 +116,6 @@ class MergOPT(OffsetOptimizer):
             raise InputError("coefficients is empty; give at least one merging coefficient, such as 0.3")
         for alpha in self.coefficients:
             require_number("coefficients", alpha)
-        require_whole("max_experts", self.max_experts, least=1)
-        require_number("loc", self.loc)
-        require_number("scale", self.scale, least=0)
-        require_choice("distribution", self.distribution, DISTRIBUTIONS)
-        require_whole("worst_of", self.worst_of, least=1)
-        require(isinstance(self.per_rank, bool), "per_rank", self.per_rank, "true or false")
         if self.worst_of > 1 and self._maximizes and not all(g.get("maximize") for g in self.param_groups):
             raise InputError(
                 "MergOPT(worst_of=…) needs groups that all minimize or all maximize: set maximize alike in "

@@ -9,7 +9,6 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.optim.noise import to_signed
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
 from mergekit_lab.optim.wrapper import Closure, WrappedOptimizer
-from mergekit_lab.ranges import require_whole
 
 
 class OffsetOptimizer(WrappedOptimizer):
@@ -52,9 +51,6 @@ class OffsetOptimizer(WrappedOptimizer):
         self.steps_done = 0
         self._unmoved: list[tuple[Tensor, int]] = []
         super().__init__(named_parameters, base)
-
-    def validate(self) -> None:
-        require_whole("seed", self.seed)
 
     @property
     def drops_gradients(self) -> bool:  # type: ignore[override]

@@ -14,6 +14,7 @@ from torch import Tensor
 from mergekit_lab.optim.ascent import AscentOptimizer
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, lerp_
 from mergekit_lab.optim.sam import compute_sam_perturbation
+from mergekit_lab.ranges import NotNegative
 
 
 def interpolate(first: list[Tensor], second: list[Tensor], alpha: Setting) -> list[Tensor]:
@@ -43,14 +44,14 @@ class PGN(AscentOptimizer):
     recordable = True
 
     def __init__(
-        self, named_parameters: Parameters, base: BaseOptimizer, rho: float = 0.05, alpha: float = 0.8
+        self,
+        named_parameters: Parameters,
+        base: BaseOptimizer,
+        rho: NotNegative = 0.05,
+        alpha: NotNegative = 0.8,
     ) -> None:
         self.alpha = alpha
         super().__init__(named_parameters, base, rho)
-
-    def validate(self) -> None:
-        super().validate()
-        self.require_number("alpha", least=0)
 
     @property
     def perturbs(self) -> bool:

@@ -21,7 +21,7 @@ from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, mix_gradien
 from mergekit_lab.optim.pgn import interpolate
 from mergekit_lab.optim.precision import widen_dtype
 from mergekit_lab.optim.wrapper import Closure
-from mergekit_lab.ranges import require_number
+from mergekit_lab.ranges import NotNegative, Proportion
 
 
 def filter_norms(weight: Tensor) -> Tensor:
@@ -69,18 +69,13 @@ class RWP(OffsetOptimizer):
         self,
         named_parameters: Parameters,
         base: BaseOptimizer,
-        gamma: float = 0.01,
-        alpha: float = 1.0,
+        gamma: NotNegative = 0.01,
+        alpha: Proportion = 1.0,
         seed: int = 0,
     ) -> None:
         self.gamma = gamma
         self.alpha = alpha
         super().__init__(named_parameters, base, seed)
-
-    def validate(self) -> None:
-        super().validate()
-        require_number("gamma", self.gamma, least=0)
-        require_number("alpha", self.alpha, least=0, most=1)
 
     @property
     def evaluations_per_step(self) -> int:  # type: ignore[override]

@@ -16,6 +16,7 @@ from mergekit_lab.optim.ascent import AscentOptimizer
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, combine, scale
 from mergekit_lab.optim.pgn import interpolate
 from mergekit_lab.optim.sharded import compute_global_norm
+from mergekit_lab.ranges import NotNegative
 
 
 def compute_sagm_perturbation(grads: list[Tensor], rho: Setting, alpha: Setting) -> list[Tensor]:
@@ -45,14 +46,14 @@ class SAGM(AscentOptimizer):
     recordable = True
 
     def __init__(
-        self, named_parameters: Parameters, base: BaseOptimizer, rho: float = 0.05, alpha: float = 1e-3
+        self,
+        named_parameters: Parameters,
+        base: BaseOptimizer,
+        rho: NotNegative = 0.05,
+        alpha: NotNegative = 1e-3,
     ) -> None:
         self.alpha = alpha
         super().__init__(named_parameters, base, rho)
-
-    def validate(self) -> None:
-        super().validate()
-        self.require_number("alpha", least=0)
 
     @property
     def perturbs(self) -> bool:

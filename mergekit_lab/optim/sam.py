@@ -16,6 +16,7 @@ from torch import Tensor
 from mergekit_lab.optim.ascent import AscentOptimizer
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, combine, scale
 from mergekit_lab.optim.sharded import compute_global_norm
+from mergekit_lab.ranges import NotNegative, Share
 
 
 def compute_sam_perturbation(grads: Sequence[Tensor], rho: Setting) -> list[Tensor]:
@@ -64,8 +65,8 @@ class SAM(AscentOptimizer):
         self,
         named_parameters: Parameters,
         base: BaseOptimizer,
-        rho: float = 0.05,
-        ascent_fraction: float = 1.0,
+        rho: NotNegative = 0.05,
+        ascent_fraction: Share = 1.0,
         sync_ascent: bool = True,
     ) -> None:
         super().__init__(named_parameters, base, rho, ascent_fraction, sync_ascent)

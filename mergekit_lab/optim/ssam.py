@@ -31,7 +31,7 @@ from mergekit_lab.optim.noise import hash_bits, sample
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
 from mergekit_lab.optim.precision import widen
 from mergekit_lab.optim.sam import compute_sam_perturbation
-from mergekit_lab.ranges import require_number, require_whole
+from mergekit_lab.ranges import Count, NotNegative, Proportion
 
 
 def select_largest(scores: Tensor, count: int) -> Tensor:
@@ -69,17 +69,17 @@ class SparseAscent(AscentOptimizer):
     mask: dict[Tensor, Tensor]
 
     def __init__(
-        self, named_parameters: Parameters, base: BaseOptimizer, rho: float, sparsity: float, every: int
+        self,
+        named_parameters: Parameters,
+        base: BaseOptimizer,
+        rho: NotNegative,
+        sparsity: Proportion,
+        every: Count,
     ) -> None:
         self.sparsity = sparsity
         self.every = every
         self.steps_done = 0
         super().__init__(named_parameters, base, rho)
-
-    def validate(self) -> None:
-        super().validate()
-        require_number("sparsity", self.sparsity, least=0, most=1)
-        require_whole("every", self.every, least=1)
 
     def perturb_masked(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         """SAM's perturbation inside the mask, 0 outside."""
@@ -130,9 +130,9 @@ class SSAMF(SparseAscent):
         self,
         named_parameters: Parameters,
         base: BaseOptimizer,
-        rho: float = 0.05,
-        sparsity: float = 0.5,
-        every: int = 100,
+        rho: NotNegative = 0.05,
+        sparsity: Proportion = 0.5,
+        every: Count = 100,
     ) -> None:
         self.external_fisher = False
         super().__init__(named_parameters, base, rho, sparsity, every)
@@ -201,23 +201,17 @@ class SSAMD(SparseAscent):
         self,
         named_parameters: Parameters,
         base: BaseOptimizer,
-        steps: int,
-        rho: float = 0.05,
-        sparsity: float = 0.5,
-        drop_rate: float = 0.5,
-        every: int = 100,
+        steps: Count,
+        rho: NotNegative = 0.05,
+        sparsity: Proportion = 0.5,
+        drop_rate: Proportion = 0.5,
+        every: Count = 100,
         seed: int = 0,
     ) -> None:
         self.steps = steps
         self.drop_rate = drop_rate
         self.seed = seed
         super().__init__(named_parameters, base, rho, sparsity, every)
-
-    def validate(self) -> None:
-        super().validate()
-        require_whole("steps", self.steps, least=1)
-        require_number("drop_rate", self.drop_rate, least=0, most=1)
-        require_whole("seed", self.seed)
 
     def compute_perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         if any(p not in self.mask for p in params):

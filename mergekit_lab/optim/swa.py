@@ -10,6 +10,7 @@ the last weights count most. The average is float32 or wider.
 
 from mergekit_lab.optim.averaging import Averaging
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
+from mergekit_lab.ranges import Count, Proportion
 
 
 class SWA(Averaging):
@@ -31,7 +32,12 @@ class SWA(Averaging):
     recordable = True
 
     def __init__(
-        self, named_parameters: Parameters, base: BaseOptimizer, steps: int, start: float = 0.75, every: int = 1
+        self,
+        named_parameters: Parameters,
+        base: BaseOptimizer,
+        steps: Count,
+        start: Proportion = 0.75,
+        every: Count = 1,
     ) -> None:
         self.begin(steps, start, every)
         super().__init__(named_parameters, base)

@@ -9,6 +9,7 @@ Where we differ: as in sam.py and swa.py.
 from mergekit_lab.optim.averaging import Averaging
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
 from mergekit_lab.optim.sam import SAM
+from mergekit_lab.ranges import Count, NotNegative, Proportion, Share
 
 
 class WASAM(Averaging, SAM):
@@ -34,11 +35,11 @@ class WASAM(Averaging, SAM):
         self,
         named_parameters: Parameters,
         base: BaseOptimizer,
-        steps: int,
-        rho: float = 0.05,
-        start: float = 0.75,
-        every: int = 1,
-        ascent_fraction: float = 1.0,
+        steps: Count,
+        rho: NotNegative = 0.05,
+        start: Proportion = 0.75,
+        every: Count = 1,
+        ascent_fraction: Share = 1.0,
         sync_ascent: bool = True,
     ) -> None:
         self.begin(steps, start, every)

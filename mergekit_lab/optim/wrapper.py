@@ -96,8 +96,7 @@ class WrappedOptimizer(GroupSettings):
         for name in self.saved_tensors:
             setattr(self, name, {})
         self.refuse_sharded_parameters()
-        self.refuse_group_settings()
-        self.validate()
+        self._check_hyper_parameters()
         self._mark_gradients()
 
     def _share_with_base(self) -> None:
@@ -111,7 +110,14 @@ class WrappedOptimizer(GroupSettings):
         return Fraction(self.evaluations_per_step)
 
     def validate(self) -> None:
-        """Raise `InputError` for hyper-parameters out of range. Called on construction and after loading."""
+        """Raise `InputError` for hyper-parameters that do not fit each other, or these parameters. Called on
+        construction and after loading, when each is in its range.
+        """
+
+    def _check_hyper_parameters(self) -> None:
+        self.refuse_group_settings()
+        self.check_ranges()
+        self.validate()
 
     def refuse_sharded_parameters(self) -> None:
         """Raise `InputError` if parameters are sharded and this method needs them whole."""
@@ -143,8 +149,7 @@ class WrappedOptimizer(GroupSettings):
         self.base.add_param_group(plain)
         try:
             self.refuse_sharded_parameters()
-            self.refuse_group_settings()
-            self.validate()
+            self._check_hyper_parameters()
         except InputError:
             self.param_groups.pop()
             raise
@@ -394,7 +399,7 @@ class WrappedOptimizer(GroupSettings):
             by_parameter.clear()
             for i, t in own[name].items():
                 by_parameter[parameters[i]] = move_to_parameter(t.detach().clone(), parameters[i])
-        self.validate()
+        self._check_hyper_parameters()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

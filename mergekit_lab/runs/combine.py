@@ -79,7 +79,7 @@ def merge_experts(
         experts = {task: held[file] for task, file in experts.items()}
         statistics = {k: {t: held[file] for t, file in files.items()} for k, files in statistics.items()}
     return merge_state_dicts(
-        base, experts, method, statistics=statistics | own_sides, device=run.devices, notes=notes
+        base, experts, method, statistics={**statistics, **own_sides}, device=run.devices, notes=notes
     )
 
 

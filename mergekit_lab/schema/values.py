@@ -15,19 +15,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from mergekit_lab.errors import InputError, abbreviate, suggest
-from mergekit_lab.ranges import FLOAT32_MAX
+from mergekit_lab.ranges import FLOAT32_MAX, describe_range
 from mergekit_lab.schema.target import Target
 
 _MAPPINGS = (dict, Mapping)
 _SEQUENCES = (list, tuple, set, Sequence, Iterable)
-_RULES = {
-    "greater_than_equal": "at least {ge}",
-    "greater_than": "above {gt}",
-    "less_than_equal": "at most {le}",
-    "less_than": "below {lt}",
-    "too_short": "a list with something in it",
-}
-"""pydantic's errors that say more than a type, and what a value must be."""
+_OUT_OF_RANGE = {"greater_than_equal", "greater_than", "less_than_equal", "less_than"}
+"""pydantic's errors of numbers."""
 
 
 def list_options(hint: Any) -> tuple[Any, ...]:
@@ -98,14 +92,22 @@ def _make_adapter(hint: Any) -> TypeAdapter[Any] | None:
 
 def _describe_rule(error: ValidationError, hint: Any, value: Any) -> str:
     """What the value must be, in our words."""
-    for each in error.errors(include_url=False, include_input=False):
-        if rule := _RULES.get(each["type"]):
-            null = ", or null" if NoneType in list_options(hint) else ""
-            return f"; it must be {rule.format(**each.get('ctx', {}))}{null}"
+    kinds = {each["type"] for each in error.errors(include_url=False, include_input=False)}
+    if kinds & {*_OUT_OF_RANGE, "too_short"}:
+        rule = describe_range(_list_bounds(hint)) if kinds & _OUT_OF_RANGE else "a list with something in it"
+        return f"; it must be {rule}{', or null' if NoneType in list_options(hint) else ''}"
     choices = [c for option in list_options(hint) if get_origin(option) is Literal for c in get_args(option)]
     if choices and isinstance(value, str):
-        return suggest(value, map(str, choices))
+        flags = ("true", "false") if bool in list_options(hint) else ()
+        return suggest(value, [*map(str, choices), *flags])
     return f"; it must be {_describe(hint)}"
+
+
+def _list_bounds(hint: Any) -> tuple[Any, ...]:
+    """Of the first number with any in a type."""
+    if get_origin(hint) is Annotated:
+        return get_args(hint)[1:]
+    return next((bounds for each in get_args(hint) if (bounds := _list_bounds(each))), ())
 
 
 def _describe(hint: Any) -> str:

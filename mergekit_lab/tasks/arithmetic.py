@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from mergekit_lab.errors import InputError
 from mergekit_lab.ranges import require_choice
 
-from .task import PARTS, Part
-from .text import TextSamples, TextTask
+from .drawn_text import DrawnText
 
 _PEOPLE = ("Ana", "Ben", "Chen", "Dina", "Emil", "Fatou", "Goran", "Hana", "Ivo", "Jun", "Kofi", "Lena")
 _THINGS = ("apples", "books", "coins", "eggs", "marbles", "pencils", "shells", "stamps", "stones", "tickets")
@@ -24,8 +22,6 @@ _FACTS = (
     ("tricycles", "wheels", 3), ("cars", "wheels", 4), ("hands", "fingers", 5), ("decades", "years", 10),
 )  # fmt: skip
 _QUESTION = "\nAnswer with a number."
-_PATIENCE = 2000
-"""Problems that were there already, one after another, before it is said that there are no more."""
 
 
 def _draw_quantities(draw: Random) -> tuple[str, int]:
@@ -59,14 +55,8 @@ _KINDS = {"quantities": _draw_quantities, "stories": _draw_stories}
 
 
 @dataclass(frozen=True)
-class WordProblems(TextTask):
-    """Word problems of one kind. No problem is in two parts.
-
-    Args:
-        kind: quantities or stories.
-        train_size, validation_size, test_size: samples, at least 1.
-        seed: draws the problems.
-    """
+class WordProblems(DrawnText):
+    """Word problems of one kind, quantities or stories; see `DrawnText`."""
 
     name: str = "stories"
     kind: str = "stories"
@@ -74,33 +64,11 @@ class WordProblems(TextTask):
     train_size: int = 2000
     validation_size: int = 200
     test_size: int = 500
-    seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice(f"task {self.name!r}: kind", self.kind, _KINDS)
 
-    def make(self, part: Part) -> TextSamples:
-        draw, seen = Random(f"{self.kind}/{self.seed}"), set()
-        sizes = {"test": self.test_size, "validation": self.validation_size, "train": self.train_size}
-        assert set(sizes) == set(PARTS)
-        for name, size in sizes.items():
-            prompts: list[str] = []
-            answers: list[str] = []
-            misses = 0
-            while len(prompts) < size and misses < _PATIENCE:
-                misses += 1
-                question, answer = _KINDS[self.kind](draw)
-                if question not in seen:
-                    misses = 0
-                    seen.add(question)
-                    prompts.append(question + _QUESTION)
-                    answers.append(str(answer))
-            if len(prompts) < size:
-                raise InputError(
-                    f"task {self.name!r}: there are fewer than {sum(sizes.values())} different problems of "
-                    f"kind {self.kind!r}: lower its sizes"
-                )
-            if name == part:
-                break
-        return TextSamples(tuple(prompts), tuple(answers))
+    def draw_sample(self, draw: Random) -> tuple[str, str]:
+        question, answer = _KINDS[self.kind](draw)
+        return question + _QUESTION, str(answer)

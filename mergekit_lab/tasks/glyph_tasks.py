@@ -65,7 +65,7 @@ class GlyphTask(ImageTask):
 
     def make(self, part: Part) -> ImageSamples:
         pairs = self.list_pairs()[part]
-        size = {"train": self.train_size, "validation": self.validation_size, "test": self.test_size}[part]
+        size: int = getattr(self, f"{part}_size")
         key = f"{type(self).__name__} {part} {self.seed}"
         generator = torch.Generator().manual_seed(int(hashlib.sha256(key.encode()).hexdigest()[:12], 16))
         chosen: list[Pair] = []

@@ -83,11 +83,7 @@ class Handwriting(ImageTask):
 
     def make(self, part: Part) -> ImageSamples:
         images, labels = self._read_source()
-        sizes: dict[Part, int] = {
-            "train": self.train_size,
-            "validation": self.validation_size,
-            "test": self.test_size,
-        }
+        sizes: dict[Part, int] = {part: getattr(self, f"{part}_size") for part in PARTS}
         chosen = stratify(labels, sizes, self.seed)[part]
         return ImageSamples(images[chosen].expand(-1, 3, -1, -1).contiguous(), labels[chosen])
 

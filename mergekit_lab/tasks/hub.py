@@ -6,7 +6,8 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from mergekit_lab.checkpoints import explain_unreachable, find_cached_folder
+from mergekit_lab.checkpoints import explain_unreachable
+from mergekit_lab.checkpoints.hub import find_cached_folder
 from mergekit_lab.errors import InputError, say_error
 from mergekit_lab.tasks.layouts import find_missing_shards, find_part_files, is_shard
 

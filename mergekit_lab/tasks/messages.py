@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from mergekit_lab.errors import InputError
 from mergekit_lab.ranges import require_choice
 
-from .task import Part
-from .text import TextSamples, TextTask
+from .drawn_text import DrawnText
 
 _TOPICS = {
     "billing": (
@@ -45,8 +43,6 @@ _QUESTIONS = {
     "tone": f"How does the writer feel: {', '.join(_TONES)}?",
 }
 _CHOICES = {"topic": tuple(_TOPICS), "tone": tuple(_TONES)}
-_PATIENCE = 2000
-"""Messages that were there already, one after another, before it is said that there are no more."""
 
 
 def _draw_message(draw: Random) -> tuple[str, dict[str, str]]:
@@ -59,13 +55,11 @@ def _draw_message(draw: Random) -> tuple[str, dict[str, str]]:
 
 
 @dataclass(frozen=True)
-class Messages(TextTask):
-    """What a message to a shop is about, or how its writer feels. No message is in two parts.
+class Messages(DrawnText):
+    """What a message to a shop is about, or how its writer feels; see `DrawnText`.
 
     Args:
         kind: topic or tone. Its answers become the task's `choices`, if these are null.
-        train_size, validation_size, test_size: samples, at least 1.
-        seed: draws the messages.
     """
 
     name: str = "topic"
@@ -74,7 +68,8 @@ class Messages(TextTask):
     train_size: int = 400
     validation_size: int = 60
     test_size: int = 120
-    seed: int = 0
+
+    stream = "messages/"
 
     def __post_init__(self) -> None:
         require_choice(f"task {self.name!r}: kind", self.kind, _CHOICES)
@@ -82,24 +77,6 @@ class Messages(TextTask):
             object.__setattr__(self, "choices", _CHOICES[self.kind])
         super().__post_init__()
 
-    def make(self, part: Part) -> TextSamples:
-        draw, seen = Random(f"messages/{self.kind}/{self.seed}"), set()
-        prompts: list[str] = []
-        answers: list[str] = []
-        for name, size in (
-            ("test", self.test_size), ("validation", self.validation_size), ("train", self.train_size),
-        ):  # fmt: skip
-            prompts, answers, misses = [], [], 0
-            while len(prompts) < size:
-                text, labels = _draw_message(draw)
-                misses += 1
-                if misses > _PATIENCE:
-                    raise InputError(f"task {self.name!r}: there are fewer different messages: lower its sizes")
-                if text not in seen:
-                    misses = 0
-                    seen.add(text)
-                    prompts.append(f"{text}\n{_QUESTIONS[self.kind]}\n")
-                    answers.append(labels[self.kind])
-            if name == part:
-                break
-        return TextSamples(tuple(prompts), tuple(answers))
+    def draw_sample(self, draw: Random) -> tuple[str, str]:
+        text, labels = _draw_message(draw)
+        return f"{text}\n{_QUESTIONS[self.kind]}\n", labels[self.kind]

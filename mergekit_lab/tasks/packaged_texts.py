@@ -14,81 +14,19 @@ import zipfile
 from collections.abc import Iterator
 from email import message_from_string, policy
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import yaml
 
 from mergekit_lab.errors import InputError
 
 Sample = tuple[str, str]
 """A text and its answer."""
 
-
-_R8 = {"earn": "earnings", "acq": "acquisitions", "money-fx": "currency", "crude": "oil", "grain": "grain",
-       "trade": "trade", "interest": "interest rates", "ship": "shipping"}  # fmt: skip
-
-
-_NEWS = {
-    "alt.atheism": "atheism", "comp.graphics": "graphics", "comp.os.ms-windows.misc": "windows",
-    "comp.sys.ibm.pc.hardware": "pc hardware", "comp.sys.mac.hardware": "mac hardware",
-    "comp.windows.x": "x window", "misc.forsale": "for sale", "rec.autos": "cars",
-    "rec.motorcycles": "motorcycles",
-    "rec.sport.baseball": "baseball", "rec.sport.hockey": "hockey", "sci.crypt": "cryptography",
-    "sci.electronics": "electronics", "sci.med": "medicine", "sci.space": "space",
-    "soc.religion.christian": "christianity", "talk.politics.guns": "guns",
-    "talk.politics.mideast": "middle east", "talk.politics.misc": "politics", "talk.religion.misc": "religion",
-}  # fmt: skip
-
-
-_WORDNET = {
-    5: "animal", 6: "artifact", 8: "body", 13: "food", 15: "place", 18: "person", 20: "plant", 27: "substance",
-    28: "time", 4: "act", 7: "attribute", 10: "communication",
-}  # fmt: skip
-
-
-_VERBS = {
-    29: "body", 30: "change", 31: "thinking", 32: "communication", 33: "competition", 34: "consumption",
-    35: "contact", 36: "creation", 37: "emotion", 38: "motion", 39: "perception", 40: "possession",
-    41: "society", 42: "being", 43: "weather",
-}  # fmt: skip
-
-
-_ANIMALS = (
-    "mammal",
-    "bird",
-    "fish",
-    "reptile",
-    "amphibian",
-    "insect",
-    "arachnid",
-    "mollusk",
-    "crustacean",
-    "worm",
+_ANSWERS: dict[str, Any] = yaml.safe_load(
+    (Path(__file__).resolve().parent.parent / "assets" / "packaged_texts.yaml").read_text(encoding="utf-8")
 )
-
-
-_FIELDS = {
-    "Zool": "zoology", "Bot": "botany", "Chem": "chemistry", "Med": "medicine", "Anat": "anatomy",
-    "Naut": "seafaring", "Law": "law", "Min": "minerals", "Mus": "music", "Arch": "architecture",
-    "Mil": "military", "Math": "mathematics", "Geom": "mathematics", "Physics": "physics",
-    "Astron": "astronomy", "Geol": "geology", "Her": "heraldry", "Gram": "grammar",
-    "Mach": "machinery", "Eccl": "church",
-}  # fmt: skip
-
-
-_COMPUTING = {
-    "language": "programming language", "networking": "networking", "programming": "programming",
-    "operating system": "operating system", "company": "company", "hardware": "hardware",
-    "communications": "telecommunications", "mathematics": "mathematics", "storage": "data storage",
-    "processor": "processor", "database": "database", "character": "character", "person": "person",
-    "web": "web", "messaging": "messaging", "graphics": "graphics", "security": "security", "jargon": "slang",
-}  # fmt: skip
-
-
-_SECTIONS = {
-    "admin": "system administration", "database": "database", "editors": "text editor",
-    "electronics": "electronics", "fonts": "font", "games": "game", "graphics": "graphics",
-    "hamradio": "amateur radio", "kernel": "kernel", "mail": "mail", "math": "mathematics", "net": "network",
-    "science": "science", "sound": "sound", "video": "video", "vcs": "version control", "web": "web",
-}  # fmt: skip
+"""By source, what it calls an answer and the word that stands for it."""
 
 
 class Packages:
@@ -144,12 +82,12 @@ def _read_tab(packages: Packages, name: str, words: dict[str, str]) -> Iterator[
 
 def r8(packages: Packages) -> Iterator[Sample]:
     """News items of Reuters-21578 in eight categories."""
-    return _read_tab(packages, "reuters-r8", _R8)
+    return _read_tab(packages, "reuters-r8", _ANSWERS["r8"])
 
 
 def newsgroups(packages: Packages) -> Iterator[Sample]:
     """Posts of 20 Newsgroups."""
-    return _read_tab(packages, "20newsgroups", _NEWS)
+    return _read_tab(packages, "20newsgroups", _ANSWERS["newsgroups"])
 
 
 def tweets(packages: Packages) -> Iterator[Sample]:
@@ -193,15 +131,15 @@ def _read_mail(raw: str) -> str:
 def wordnet(packages: Packages) -> Iterator[Sample]:
     """Nouns of WordNet with their gloss, by what they name."""
     for synset in _read_synsets(packages, "noun"):
-        if synset.file in _WORDNET:
-            yield synset.text, _WORDNET[synset.file]
+        if synset.file in _ANSWERS["wordnet"]:
+            yield synset.text, _ANSWERS["wordnet"][synset.file]
 
 
 def verbs(packages: Packages) -> Iterator[Sample]:
     """Verbs of WordNet with their gloss, by the kind of doing."""
     for synset in _read_synsets(packages, "verb"):
-        if synset.file in _VERBS:
-            yield synset.text, _VERBS[synset.file]
+        if synset.file in _ANSWERS["verbs"]:
+            yield synset.text, _ANSWERS["verbs"][synset.file]
 
 
 def animals(packages: Packages) -> Iterator[Sample]:
@@ -209,9 +147,9 @@ def animals(packages: Packages) -> Iterator[Sample]:
     synsets = {synset.number: synset for synset in _read_synsets(packages, "noun") if synset.file == 5}
     for synset in synsets.values():
         above = synset
-        while above.parent in synsets and (above is synset or above.word not in _ANIMALS):
+        while above.parent in synsets and (above is synset or above.word not in _ANSWERS["animals"]):
             above = synsets[above.parent]
-        if above is not synset and above.word in _ANIMALS:
+        if above is not synset and above.word in _ANSWERS["animals"]:
             yield synset.text, above.word
 
 
@@ -243,10 +181,10 @@ def fields(packages: Packages) -> Iterator[Sample]:
         marked = re.search(
             r"(?:^|[.\]] )\s*(?:\d+\. )?(?:\([a-z]\) )?\((\w+)\.?\)\s+([A-Z].*)", _join(paragraph)
         )
-        if marked and marked[1] in _FIELDS:
+        if marked and marked[1] in _ANSWERS["fields"]:
             text = re.sub(r"\[[^]]*\]|--[A-Z][\w. ]*$|[{}]", "", marked[2]).strip()
             if len(text) > 20:
-                yield f"{word}: {text}", _FIELDS[marked[1]]
+                yield f"{word}: {text}", _ANSWERS["fields"][marked[1]]
 
 
 def computing(packages: Packages) -> Iterator[Sample]:
@@ -256,8 +194,8 @@ def computing(packages: Packages) -> Iterator[Sample]:
         if not paragraph[0].isspace():
             word = paragraph.partition("\n")[0].strip()
         marked = re.match(r"\s*(?:\d+\. )?<([a-z ]+)[,>]([^>]*> )?(.*)", _join(paragraph))
-        if marked and marked[1] in _COMPUTING:
-            yield f"{word}: {re.sub(r'[{}]', '', marked[3]).strip()}", _COMPUTING[marked[1]]
+        if marked and marked[1] in _ANSWERS["computing"]:
+            yield f"{word}: {re.sub(r'[{}]', '', marked[3]).strip()}", _ANSWERS["computing"][marked[1]]
 
 
 def _read_dictionary(packages: Packages, name: str) -> Iterator[str]:
@@ -277,9 +215,9 @@ def sections(packages: Packages) -> Iterator[Sample]:
     for entry in packages.find_file("debian-packages.txt", command).read_text(encoding="utf-8").split("\n\n"):
         says: dict[str, str] = dict(re.findall(r"^([\w-]+): (.*)$", entry, re.MULTILINE))
         source = (says.get("Source") or says.get("Package") or "").partition(" ")[0]
-        if says.get("Section") in _SECTIONS and "Description" in says and source not in seen:
+        if says.get("Section") in _ANSWERS["sections"] and "Description" in says and source not in seen:
             seen.add(source)
-            yield says["Description"], _SECTIONS[says["Section"]]
+            yield says["Description"], _ANSWERS["sections"][says["Section"]]
 
 
 def movies(packages: Packages) -> Iterator[Sample]:

@@ -121,10 +121,6 @@ class ImageTask(Task):
     def make(self, part: Part) -> ImageSamples:
         """Build one part only from the fields: the same fields give the same bytes."""
 
-    def load_samples(self, part: Part) -> ImageSamples:
-        samples: ImageSamples = super().load_samples(part)
-        return samples
-
     def check(self, part: Part, samples: ImageSamples) -> None:
         low, high = int(samples.labels.min()), int(samples.labels.max())
         if low < 0 or high >= len(self.classes):

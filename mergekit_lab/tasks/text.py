@@ -91,10 +91,6 @@ class TextTask(Task):
     def make(self, part: Part) -> TextSamples:
         """Build one part only from the fields: the same fields give the same text."""
 
-    def load_samples(self, part: Part) -> TextSamples:
-        samples: TextSamples = super().load_samples(part)
-        return samples
-
     def check(self, part: Part, samples: TextSamples) -> None:
         """Check that answers are among the choices and not empty."""
         if self.choices is not None:

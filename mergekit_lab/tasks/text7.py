@@ -40,24 +40,9 @@ from pathlib import Path
 from random import Random
 
 from mergekit_lab.errors import InputError
+from mergekit_lab.tasks import packaged_texts as texts
 from mergekit_lab.tasks.arithmetic import WordProblems
-from mergekit_lab.tasks.packaged_texts import (
-    Packages,
-    Sample,
-    animals,
-    bbc,
-    computing,
-    fields,
-    movies,
-    newsgroups,
-    r8,
-    reviews,
-    sections,
-    spam,
-    tweets,
-    verbs,
-    wordnet,
-)
+from mergekit_lab.tasks.packaged_texts import Packages, Sample
 from mergekit_lab.tasks.task import PARTS
 from mergekit_lab.tasks.text import find_data_folder
 
@@ -69,16 +54,19 @@ SIZES = {"test": 1000, "validation": 500, "train": 4000}
 
 Tasks = dict[str, tuple[Callable[[Packages], Iterable[Sample]], str]]
 TASKS: Tasks = {
-    "r8": (r8, "What is this news item about?\n\n{text}"),
-    "newsgroups": (newsgroups, "Which newsgroup is this post from?\n\n{text}"),
-    "tweets": (tweets, "What is the sentiment of this tweet: negative, neutral or positive?\n\n{text}"),
-    "spam": (spam, "Is this mail spam or ham?\n\n{text}"),
-    "wordnet": (wordnet, "What kind of thing is defined here?\n\n{text}"),
-    "reviews": (reviews, "Is this review positive or negative?\n\n{text}"),
+    "r8": (texts.r8, "What is this news item about?\n\n{text}"),
+    "newsgroups": (texts.newsgroups, "Which newsgroup is this post from?\n\n{text}"),
+    "tweets": (texts.tweets, "What is the sentiment of this tweet: negative, neutral or positive?\n\n{text}"),
+    "spam": (texts.spam, "Is this mail spam or ham?\n\n{text}"),
+    "wordnet": (texts.wordnet, "What kind of thing is defined here?\n\n{text}"),
+    "reviews": (texts.reviews, "Is this review positive or negative?\n\n{text}"),
 }
 """Each task's samples, and what is asked of a text."""
 
-_ENGLISH = (r8, newsgroups, bbc, tweets, movies, spam, wordnet, verbs, animals, fields, computing, sections)
+_ENGLISH = (
+    *(texts.r8, texts.newsgroups, texts.bbc, texts.tweets, texts.movies, texts.spam),
+    *(texts.wordnet, texts.verbs, texts.animals, texts.fields, texts.computing, texts.sections),
+)
 SUITES: dict[str, tuple[Tasks, int]] = {
     "text7": (TASKS, 1500),
     "text12": ({read.__name__: (read, "{text}") for read in _ENGLISH}, 700),

@@ -6,18 +6,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge, Lt
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.ranges import require, require_choice, require_number, require_positive, require_whole
+from mergekit_lab.ranges import Count, NotNegative, Rate, check_settings, require, require_positive
 
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 _HOW = ("compile", "capture")
 """What decides how fast a training is, and of its result no more than the card does: the rounding."""
-SCHEDULES = ("cosine", "linear", "constant")
-BUDGETS = ("steps", "gradient_evaluations", "seconds")
+_BUDGETS = ("gradient_evaluations", "seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,47 +57,36 @@ class TrainingSettings:
         InputError: a value is out of range, or the size of another budget than the chosen one is set.
     """
 
-    steps: int
-    batch_size: int
-    lr: float
-    weight_decay: float
-    budget: str = "steps"
-    gradient_evaluations: int | None = None
-    seconds: float | None = None
+    steps: Count
+    batch_size: Count
+    lr: NotNegative
+    weight_decay: NotNegative
+    budget: Literal["steps", "gradient_evaluations", "seconds"] = "steps"
+    gradient_evaluations: Count | None = None
+    seconds: Rate | None = None
     warmup_steps: int | float = 0
-    epochs: float | None = None
-    epochs_of: dict[str, float] | None = None
-    schedule: str = "cosine"
-    accumulate: int = 1
-    clip_norm: float | None = 1.0
-    label_smoothing: float = 0.0
+    epochs: Rate | None = None
+    epochs_of: dict[str, Rate] | None = None
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    accumulate: Count = 1
+    clip_norm: Rate | None = 1.0
+    label_smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0
     precision: str = "32-true"
-    validations: int = 5
-    keep: str = "best"
-    compile: bool | str = "auto"
-    capture: bool | str = "auto"
+    validations: Count = 5
+    keep: Literal["best", "last"] = "best"
+    compile: bool | Literal["auto"] = "auto"
+    capture: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "validations", "accumulate"):
-            require_whole(f"training.{name}", getattr(self, name), 1)
-        for name in ("lr", "weight_decay"):
-            require_number(f"training.{name}", getattr(self, name), least=0)
+        check_settings(TrainingSettings, vars(self), "training.{}")
         most = f"at most training.batch_size = {self.batch_size}, which it cuts into micro-batches"
         require(self.accumulate <= self.batch_size, "training.accumulate", self.accumulate, most)
         whole = 1 if isinstance(self.warmup_steps, float) else self.steps
         rule = f"a share, 0.0 to 1.0, or a whole number in [0, training.steps = {self.steps}]"
         require(0 <= self.warmup_steps <= whole, "training.warmup_steps", self.warmup_steps, rule)
         self._check_budget()
-        require(0 <= self.label_smoothing < 1, "training.label_smoothing", self.label_smoothing, "in [0, 1)")
-        if self.clip_norm is not None:
-            require_positive("training.clip_norm", self.clip_norm)
-        for name in _HOW:
-            value = getattr(self, name)
-            require(value in (True, False, "auto"), f"training.{name}", value, "true, false or auto")
         rule = f"one of {', '.join(_PRECISIONS)}: no fp16, whose gradient scaler steps without a closure"
         require(self.precision in _PRECISIONS, "training.precision", self.precision, rule)
-        require_choice("training.keep", self.keep, ("best", "last"))
-        require_choice("training.schedule", self.schedule, SCHEDULES)
         self._check_epochs()
 
     def _check_epochs(self) -> None:
@@ -105,23 +94,20 @@ class TrainingSettings:
         epochs |= {f"epochs_of.{task}": value for task, value in (self.epochs_of or {}).items()}
         for name, value in epochs.items():
             require_positive(f"training.{name}", value)
-        size = next((name for name in BUDGETS[1:] if getattr(self, name) is not None), None)
+        size = next((name for name in _BUDGETS if getattr(self, name) is not None), None)
         if epochs and size:
             raise InputError(
                 f"training.{next(iter(epochs))} and training.{size} both say how long: leave one of them null"
             )
 
     def _check_budget(self) -> None:
-        require_choice("training.budget", self.budget, BUDGETS)
-        for name in BUDGETS[1:]:
+        for name in _BUDGETS:
             value = getattr(self, name)
             if value is not None and self.budget != name:
                 raise InputError(
                     f"training.{name} is {value}, and training.budget is {self.budget!r}: set "
                     f"training.budget={name}, or leave training.{name} null"
                 )
-            if value is not None:
-                require_positive(f"training.{name}", value)
         if self.budget == "seconds" and self.seconds is None:
             raise InputError("training.budget=seconds needs training.seconds, the time to train one expert")
 

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from mergekit_lab import open_checkpoint
-from mergekit_lab.checkpoints import Card, fingerprint
-from mergekit_lab.checkpoints.card import SAMPLED
+from mergekit_lab.checkpoints import fingerprint
+from mergekit_lab.checkpoints.card import SAMPLED, Card
 
 
 def write_holes(file: Path, mebibytes: int, mark: int | None = None) -> Path:

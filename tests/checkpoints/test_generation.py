@@ -8,7 +8,7 @@ import pytest
 from checkpoints.models import VOCABULARY, make_llama, tune
 
 from mergekit_lab import expand, merge
-from mergekit_lab.checkpoints import describe_tokenizer
+from mergekit_lab.checkpoints.generation import describe_tokenizer
 from mergekit_lab.merging import TSVM, WeightAverage
 
 WORDS = [f"t{n}" for n in range(VOCABULARY)]

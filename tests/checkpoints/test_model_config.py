@@ -9,7 +9,8 @@ from checkpoints.models import OPEN_CLIP, clip, make_bert, make_llama, make_two_
 from safetensors.torch import save_file
 
 from mergekit_lab import InputError, merge, open_checkpoint
-from mergekit_lab.checkpoints import align, compare_configs
+from mergekit_lab.checkpoints import align
+from mergekit_lab.checkpoints.model_config import compare_configs
 from mergekit_lab.commands.dry_run import report
 from mergekit_lab.commands.prepare import prepare
 from mergekit_lab.merging import TaskArithmetic

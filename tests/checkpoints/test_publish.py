@@ -16,17 +16,16 @@ from safetensors.torch import save_file
 import mergekit_lab
 from mergekit_lab import InputError
 from mergekit_lab.checkpoints import (
-    OPEN_CLIP,
     Checkpoint,
     TensorSpec,
-    check_out,
     make_folder,
     plan_model_files,
     plan_tokenizer_files,
     publish,
     write_files,
 )
-from mergekit_lab.checkpoints.publish import RECORD
+from mergekit_lab.checkpoints.libraries import OPEN_CLIP
+from mergekit_lab.checkpoints.publish import RECORD, check_out
 from mergekit_lab.merging import TSVM, TaskArithmetic
 
 

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from mergekit_lab import InputError, open_checkpoint
-from mergekit_lab.checkpoints import ShardedWriter, TensorSpec, plan_files, plan_shards, write_tensors
+from mergekit_lab.checkpoints import ShardedWriter, TensorSpec, write_tensors
+from mergekit_lab.checkpoints.shards import plan_files, plan_shards
 
 
 def make_tensors(count: int = 12) -> dict[str, torch.Tensor]:

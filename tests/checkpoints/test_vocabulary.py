@@ -5,8 +5,9 @@ import torch
 from checkpoints.models import make_llama, save, tune, write_tensors_of
 
 from mergekit_lab import InputError, open_checkpoint
-from mergekit_lab.checkpoints import Reconciled, TokenPlan, TokenSource, reconcile
 from mergekit_lab.checkpoints.tokens import read_tokens
+from mergekit_lab.checkpoints.vocabulary import reconcile
+from mergekit_lab.checkpoints.vocabulary_rows import Reconciled, TokenPlan, TokenSource
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -78,7 +78,7 @@ def test_the_header_is_the_hub_s_and_code_command_and_recipe_of_a_card_work(inpu
 
 
 def test_models_of_the_hub_are_related_by_merging() -> None:
-    from mergekit_lab.checkpoints import Card
+    from mergekit_lab.checkpoints.card import Card
 
     one = {"label": "a/b", "tensors": 1, "layout_sha256": "0" * 64}
     text = Card("m", "TIES", {}, one, {"c": one}, {}, {"torch": "2"}, hub_ids=["a/b", "c/d"]).format_text()

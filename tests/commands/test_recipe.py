@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.checkpoints import open_checkpoint as opened
-from mergekit_lab.checkpoints import read_tokens
+from mergekit_lab.checkpoints.tokens import read_tokens
 from mergekit_lab.commands.prepare import prepare
 from mergekit_lab.commands.recipes import read_recipe
 from mergekit_lab.commands.recipes.parameters import evaluate

@@ -211,8 +211,6 @@ def test_a_string_in_place_of_patterns_is_one_pattern() -> None:
 
 def test_weights_must_fit_the_experts() -> None:
     refuse("2 weights.*for 1 experts", method=WeightAverage(weights=[1, 2]))
-    refuse("weights is 1", method=WeightAverage(weights=1))
-    refuse("weights is 'one'", method=WeightAverage(weights="one"))
     refuse("weights hold 'a'", method=WeightAverage(weights=["a"]))
     refuse("weights hold 'a'", method=WeightAverage(weights=[{"w": "a"}]))
     refuse("'svnh',.*'svhn'", method=WeightAverage(weights={"svnh": 1}))
@@ -319,6 +317,10 @@ def test_complex_tensors_that_are_equal_are_copied_and_others_refused() -> None:
         (lambda: SLERP(weights=[1.0, 1.0]), "t says how much"),
         (lambda: ModelStock(weights=[1.0, 1.0]), "the experts count equally"),
         (lambda: TaskArithmetic(coefficient=float("nan")), "finite"),
+        (lambda: TaskArithmetic(coefficient=[float("nan")]), "finite"),
+        (lambda: TIES(coefficient=float("inf")), "coefficient is inf"),
+        (lambda: WeightAverage(weights=1), "weights is 1"),
+        (lambda: WeightAverage(weights="one"), "weights is 'one'"),
         (lambda: TaskArithmetic(coefficient=[1.0], weights=[1.0]), "not both"),
     ],
 )
@@ -334,7 +336,7 @@ def test_l1_rescaling_refuses_an_inner_method_that_surveys_the_model() -> None:
 def test_methods_of_so_many_experts_say_how_many_they_take() -> None:
     refuse("exactly two experts, not 1", method=SLERP())
     refuse("exactly two experts, not 3", experts=[make_state()] * 3, method=SLERP())
-    refuse("it needs at least two", method=ModelStock())
+    refuse("at least two experts, not 1", method=ModelStock())
 
 
 def test_regmean_asks_for_its_grams() -> None:
@@ -349,8 +351,6 @@ def test_a_fisher_that_is_none_is_named_with_its_expert(method, value: float, fa
 
 
 def test_numbers_that_are_not_finite_are_refused_before_any_work() -> None:
-    refuse("coefficient is nan", method=TSVM(coefficient=float("nan")))
-    refuse("coefficient is inf", method=TIES(coefficient=float("inf")))
     refuse(r"weights is \[nan\]", method=WeightAverage(weights=[float("nan")]))
     refuse("0, and not all", method=EpiMer(weights=[-1.0]), fishers=[make_state()])
     refuse("brought to one scale", method=EpiMer(normalize="trace"), fishers=[make_state()])

@@ -9,7 +9,7 @@ from merging.conftest import measure_error
 from merging.world import make_world, run
 
 from mergekit_lab import InputError, open_checkpoint
-from mergekit_lab.checkpoints import LowRankChange, write_adapter
+from mergekit_lab.checkpoints.adapter_writing import LowRankChange, write_adapter
 from mergekit_lab.merging import (
     DARE,
     TIES,

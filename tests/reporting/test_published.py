@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from reporting.conftest import make_study
-from reporting.test_report import Page, report
+from reporting.test_report import ParsedPage, report
 
 from mergekit_lab import InputError
 from mergekit_lab.paths import find_conf_dir
@@ -241,7 +241,7 @@ def test_the_report_shows_both_numbers_and_the_difference(tmp_path) -> None:
         "| saft 1 | clip_vit_b32 full asam | TIES | average | 75.45 | 76.00 | +0.55 |"
         in paths.summary.read_text()
     )
-    assert ["saft 1", "clip_vit_b32 full asam", "TIES", "average", "75.45", "76.00", "+0.55"] in Page(
+    assert ["saft 1", "clip_vit_b32 full asam", "TIES", "average", "75.45", "76.00", "+0.55"] in ParsedPage(
         paths.html.read_text()
     ).rows
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mergekit_lab.checkpoints import TokenPlan, TokenSource
+from mergekit_lab.checkpoints.vocabulary_rows import TokenPlan, TokenSource
 from mergekit_lab.commands.prepared import Adapter, Arranged, Piece
 from mergekit_lab.commands.recipes.methods import (
     BASE_IS_FIRST,

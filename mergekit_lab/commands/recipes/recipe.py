@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mergekit_lab.checkpoints import Checkpoint, TokenPlan
+from mergekit_lab.checkpoints import Checkpoint
+from mergekit_lab.checkpoints.vocabulary_rows import TokenPlan
 from mergekit_lab.commands.recipes.methods import PerTensor
 from mergekit_lab.commands.recipes.parameters import RecipeParameters
 
