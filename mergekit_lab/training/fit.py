@@ -202,7 +202,7 @@ class _Latest(_Found):
             super().on_validation_end(trainer, pl_module)
 
 
-class _InMemory:
+class _WholeWeights:
     """Weights that were taken whole, on the CPU, while the processes that hold them are still there.
 
     Attributes:
@@ -219,7 +219,7 @@ class _InMemory:
         self.step = trainer.global_step
 
 
-class _Kept(_InMemory, _Found):
+class _Kept(_WholeWeights, _Found):
     """`best.ckpt` after every validation but the last, whose weights no file has to hold."""
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -229,7 +229,7 @@ class _Kept(_InMemory, _Found):
             self.take(trainer)
 
 
-class _Ended(_InMemory, Callback):
+class _Ended(_WholeWeights, Callback):
     """Takes what training ends with."""
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
