@@ -184,7 +184,7 @@ def test_a_run_from_python_refuses_a_mistake_and_leaves_hydra_as_it_was() -> Non
     with initialize_config_dir(str(find_conf_dir()), version_base="1.3"):
         with pytest.raises(InputError, match="did you mean 'quickstart'"):
             mergekit_lab.run("quikstart")
-        with pytest.raises(InputError, match="is a command on checkpoints"):
+        with pytest.raises(InputError, match="a command on"):
             mergekit_lab.run("merge_checkpoints")
         assert GlobalHydra.instance().is_initialized()
 

@@ -418,7 +418,7 @@ def test_no_coefficient_is_chosen_on_test_where_fishers_shrink() -> None:
 
 
 def test_a_value_out_of_range_is_refused_where_no_configuration_gives_it() -> None:
-    with pytest.raises(InputError, match=r"analysis.rank is 0; it must be at least 1"):
+    with pytest.raises(InputError, match=r"analysis\.rank is 0; .*1"):
         vectors.TaskVectors(rank=0)
 
 

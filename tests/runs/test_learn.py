@@ -97,7 +97,7 @@ def test_what_cannot_be_is_refused_before_any_work(override: str, match: str, tm
 
 
 def test_a_merge_without_a_model_says_that_there_is_nothing_to_learn_from() -> None:
-    with pytest.raises(InputError, match="learns its weights from a model"):
+    with pytest.raises(InputError, match="learns its weights"):
         merge_state_dicts({"w": torch.ones(2)}, [{"w": torch.zeros(2)}], AdaMerging(learn=Learning(steps=3)))
 
 
@@ -142,7 +142,7 @@ def test_weights_are_searched_on_validation_and_the_model_is_made_of_the_best(
 def test_a_pattern_that_matches_nothing_is_refused_before_anything_is_trained(how, of: str, tmp_path) -> None:
     tiny = [each for each in TINY if not each.startswith("search.")]
     cfg, choices = compose_config([*tiny, *how, f"store.root={tmp_path}/store", "joint=false", "merger=ties"])
-    with pytest.raises(InputError, match=rf"a pattern of {of} is '\*\.mpl\.\*'; it must be one that matches"):
+    with pytest.raises(InputError, match=rf"{of} is '\*\.mpl\.\*'"):
         start(cfg, tmp_path, choices, how)
     assert not (tmp_path / "store/experts").exists()
 

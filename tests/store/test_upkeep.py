@@ -131,7 +131,7 @@ def test_a_folder_that_is_deleted_while_it_is_worked_in_is_named(tmp_path) -> No
         shutil.rmtree(workspace.out.parent)
         return {"size": len((workspace.out / "model.safetensors").read_bytes())}
 
-    with pytest.raises(InputError, match=r"out-.* was deleted while .*run the same command again"):
+    with pytest.raises(InputError, match=r"out-.* was deleted"):
         Store(tmp_path).obtain("experts", CONTENT, make)
     assert not Store(tmp_path).obtain("experts", CONTENT, make_weights()).reused
 
@@ -231,7 +231,7 @@ def test_a_flipped_digit_of_what_an_evaluation_found_is_named(tmp_path) -> None:
     assert store.find("evaluations", CONTENT).info["value"] == 0.9125
     manifest = artifact.folder / "manifest.json"
     manifest.write_text(manifest.read_text().replace("0.9125", "0.1125"))
-    with pytest.raises(InputError, match=f"{artifact.key} has a damaged manifest .*not as it was published"):
+    with pytest.raises(InputError, match=f"{artifact.key} .*manifest .*not as it was"):
         store.find("evaluations", CONTENT)
     (damage,) = find_damages(find_unreadable(store))
     assert damage.folder == artifact.folder
