@@ -303,7 +303,7 @@ def test_an_empty_folder_that_never_came_to_its_name_is_cleared(tmp_path) -> Non
     assert {path.name for path in tmp_path.iterdir()} == {"out", new.name, full.name}
 
 
-def test_what_another_machine_left_is_told_and_stays(tmp_path, caplog) -> None:
+def test_remains_of_another_machine_are_named_and_stay(tmp_path, caplog) -> None:
     """A lock says nothing of who holds it there."""
     with make_folder(tmp_path / "out") as folder:
         here = folder.name

@@ -11,7 +11,7 @@ def to_dtype(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def measure_error(merged: Tensor, wanted: Tensor) -> float:
-    """`‖found − wanted‖ / ‖wanted‖`; the plain norm of the difference where `wanted` is zero."""
+    """`‖merged − wanted‖ / ‖wanted‖`; the plain norm of the difference where `wanted` is zero."""
     difference = float((merged.double() - wanted.double()).norm())
     return difference / (float(wanted.double().norm()) or 1.0)
 

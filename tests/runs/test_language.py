@@ -257,7 +257,7 @@ def test_bfloat16_weights_train_as_float32_so_that_offsets_stay_and_are_stored_a
         configure(folders["llama"], "llama", tmp_path, "optimizer=mergopt", "training.precision=bf16-true")
 
 
-def test_a_language_model_and_images_are_told_that_they_do_not_go_together(folders, tmp_path) -> None:
+def test_a_language_model_with_images_is_refused(folders, tmp_path) -> None:
     cfg, choices = compose_config(
         ["backbone=hf_causal", f"backbone.source={folders['llama']}", f"store.root={tmp_path}"]
     )

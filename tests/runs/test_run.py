@@ -313,7 +313,7 @@ def limit_file_size(size: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_disk_that_is_full_before_the_run_is_told_before_it(tmp_path) -> None:
+def test_a_disk_that_is_full_before_the_run_is_named_before_it(tmp_path) -> None:
     from hydra_plugins.mergekit_lab.run_folder import RunFolder
 
     folders = {mode: {"dir": str(tmp_path / "run")} for mode in ("run", "sweep")}

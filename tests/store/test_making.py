@@ -68,7 +68,7 @@ def test_killed_at_any_moment_the_next_one_makes_the_same(tmp_path) -> None:
         assert list((root / "locks").glob("[!.]*")) == []
 
 
-def test_a_full_disk_is_told_and_what_can_be_resumed_stays(tmp_path) -> None:
+def test_a_full_disk_is_named_and_what_can_be_resumed_stays(tmp_path) -> None:
     def make(workspace):
         (workspace.resume / "last.ckpt").write_text("step 7")
         with (workspace.out / "model.bin").open("wb") as file:
