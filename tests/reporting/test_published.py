@@ -12,7 +12,7 @@ from reporting.test_report import ParsedPage, report
 
 from mergekit_lab import InputError
 from mergekit_lab.paths import find_conf_dir
-from mergekit_lab.reporting import Beside, compare, paper_tables, published, read_published, set_beside
+from mergekit_lab.reporting import Beside, compare, paper_tables, read_published, set_beside
 from mergekit_lab.reporting.paper_tables import find_conditions, find_doubt
 from mergekit_lab.reporting.published import unite
 
@@ -319,7 +319,7 @@ def test_a_doubtful_number_says_so_and_one_that_is_not_does_not(monkeypatch) -> 
     assert {(r.finetuning, r.optimizer) for r in normalized if "65.40" in find_doubt("saft_glue", r)} == {
         ("full", "asam")
     }
-    monkeypatch.setattr(published, "read_doubts", lambda source: [])
+    monkeypatch.setattr(paper_tables, "read_doubts", lambda source: [])
     assert list_undoubted() == DOUBTFUL
 
 
