@@ -80,9 +80,9 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
     run = make_run(cfg, folder, choices, overrides)
     check_patterns(run)
     if cfg.dry_run:
-        from mergekit_lab.runs.plan import Plan
+        from mergekit_lab.runs.plan import describe_plan
 
-        log.info("%s", Plan.unite([run]).format_text())
+        log.info("%s", describe_plan([run]))
         return None
     return _run_stages(run, wanted)
 

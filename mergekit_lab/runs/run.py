@@ -31,7 +31,6 @@ from mergekit_lab.runs.keeper import StoreKeeper
 from mergekit_lab.runs.mergers import build_mergers
 from mergekit_lab.runs.nodes import Node
 from mergekit_lab.runs.own_code import describe_code
-from mergekit_lab.runs.products import describe_product
 from mergekit_lab.runs.settle import find_weights_key
 from mergekit_lab.runs.spread import spread
 from mergekit_lab.schema.check import build, with_floats
@@ -332,7 +331,7 @@ class Run:
             "optimizer": "imported" if self.cfg.experts else optimizer,
             "seed": self.seed,
         }
-        product = describe_product(node, artifact, inputs, settings)
+        product = node.describe_product(artifact, inputs, settings)
         self._logged[node.name] = product.reference
         self.tracker.log_product(product)
 

@@ -39,7 +39,9 @@ def declare_search(run: Run, label: str) -> Node:
         make=lambda workspace: _search(run, merger, workspace),
         needs=(*list_merge_inputs(run, merger), *_list_evaluations(run).values()),
         say=lambda search: _say(merger, search),
-        list_points=list_curve,
+        list_points=lambda search: [
+            {name: point[name] for name in ("coefficient", "normalized")} for point in list_curve(search)
+        ],
     )  # fmt: skip
 
 
@@ -120,10 +122,9 @@ def _search(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]
     }
 
 
-def list_curve(search: Artifact) -> list[dict[str, float]]:
-    """The candidates that were scored on all of validation, as trackers draw them."""
-    points = [p for p in search.info["curve"] if p.get("share", 1.0) == 1 and not p.get("pruned")]
-    return [{"coefficient": p["coefficient"], "normalized": p["normalized"]} for p in points]
+def list_curve(search: Artifact) -> list[dict[str, Any]]:
+    """The candidates that were scored on all of validation."""
+    return [p for p in search.info["curve"] if p.get("share", 1.0) == 1 and not p.get("pruned")]
 
 
 def _say(merger: Merger, search: Artifact) -> str:
