@@ -20,12 +20,12 @@ from mergekit_lab.evaluation.search import Score
 from mergekit_lab.merging import merge_state_dicts
 from mergekit_lab.merging.inputs import select_tensors
 from mergekit_lab.ranges import require
-from mergekit_lab.runs.combine import describe_merge, list_merge_inputs, merge_experts, move_models, move_state
+from mergekit_lab.runs.combine import describe_merge, list_merge_inputs, merge_experts, move_models
 from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.mergers import Merger, make_weight_fields, say_fields
 from mergekit_lab.runs.models import declare_evaluation, make_expert_model
 from mergekit_lab.runs.nodes import Node, declare
-from mergekit_lab.runs.run import MODEL, Run
+from mergekit_lab.runs.run import MODEL, Run, move_state
 from mergekit_lab.store import Artifact, Workspace
 
 

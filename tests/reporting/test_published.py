@@ -255,7 +255,7 @@ def test_a_comparison_takes_each_number_from_the_job_that_measured_it(tmp_path) 
     assert unite([("", [LACKING])]) == ([LACKING], [])
 
 
-def test_the_mean_over_seeds_stands_beside_a_number_and_what_is_ambiguous_is_left_out_and_named() -> None:
+def test_the_mean_over_seeds_stands_beside_a_number_and_ambiguous_runs_are_named() -> None:
     other = replace(MEASURED, ours=70.0)
     (row,), notes = unite([("seed: 0\nlr: 1", [MEASURED]), ("seed: 1\nlr: 1", [other])])
     assert row.ours == pytest.approx(73.0)
