@@ -1,12 +1,22 @@
 """The error for what a user can mend: a file, a name, a value."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import SequenceMatcher, get_close_matches
 from reprlib import Repr
 
 
 class InputError(ValueError):
     """An input is wrong. The message names the thing, the rule and the way out."""
+
+
+@contextmanager
+def name_in_errors(name: str) -> Iterator[None]:
+    """Put the name of what is at fault before the message of an `InputError`."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error.__cause__
 
 
 def join_names(names: Iterable[str], limit: int = 8) -> str:

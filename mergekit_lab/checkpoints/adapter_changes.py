@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints.adapter_config import ADAPTER_CONFIG, match_patterns
-from mergekit_lab.checkpoints.adapter_content import AdapterContent, fits
+from mergekit_lab.checkpoints.adapter_content import AdapterContent, fits, name_pair
 from mergekit_lab.checkpoints.adapter_layout import Layout, find_transposed
 from mergekit_lab.checkpoints.adapter_placement import Placed
 from mergekit_lab.checkpoints.checkpoint import Checkpoint
@@ -55,7 +55,7 @@ class Change:
     bias: Factors | None = None
 
 
-def check_placed(label: str, content: AdapterContent, placed: Placed, config: Mapping[str, Any]) -> None:
+def check_placed(content: AdapterContent, placed: Placed, config: Mapping[str, Any]) -> None:
     """Refuse factors without a weight in the base, and an adapter of which nothing is there."""
     lost = [f"{module}.weight" for module in content.modules if module not in placed.targets]
     whole = [inner for inner in content.plain if f"={inner}" not in placed.targets]
@@ -63,13 +63,13 @@ def check_placed(label: str, content: AdapterContent, placed: Placed, config: Ma
         lost = whole
     if lost:
         raise InputError(
-            f"{label}: the adapter changes {len(lost)} tensors the base lacks ({join_names(lost)}): it belongs "
+            f"the adapter changes {len(lost)} tensors the base lacks ({join_names(lost)}): it belongs "
             f"to {config.get('base_model_name_or_path') or 'another base'!r}"
         )
 
 
 def plan_changes(
-    label: str, tensors: Checkpoint, placed: Placed, content: AdapterContent, config: Mapping[str, Any]
+    tensors: Checkpoint, placed: Placed, content: AdapterContent, config: Mapping[str, Any]
 ) -> dict[str, Change]:
     """What an adapter does to the tensors of its base, by their names there."""
     base, targets = placed.base, placed.targets
@@ -78,36 +78,36 @@ def plan_changes(
     for inner, name in content.plain.items():
         target = targets.get(f"={inner}", inner)
         if target in changes:
-            raise InputError(f"{label}: the adapter saves {target} twice ({changes[target].replaced}, {name})")
+            raise InputError(f"the adapter saves {target} twice ({changes[target].replaced}, {name})")
         if not _is_repeated(tensors, content.plain, targets, inner):
             changes[target] = Change(replaced=name)
-    targets = {**targets, **_match_parameters(label, tensors, placed, content)}
+    targets = {**targets, **_match_parameters(tensors, placed, content)}
     keys = {module: _name_pattern(content, module, targets[module]) for module in content.modules}
-    ranks = match_patterns(label, config, "rank_pattern", "r", keys.values())
-    alphas = match_patterns(label, config, "alpha_pattern", "lora_alpha", keys.values())
+    ranks = match_patterns(config, "rank_pattern", "r", keys.values())
+    alphas = match_patterns(config, "alpha_pattern", "lora_alpha", keys.values())
     for module, parts in content.modules.items():
         target = targets[module]
         change = changes.setdefault(target, Change())
         if change.factors:
-            raise InputError(f"{label}: the adapter changes {target} twice")
+            raise InputError(f"the adapter changes {target} twice")
         stored = base.specs[target if target in base else placed.seconds[target]].shape
         shape = tensors.specs[change.replaced].shape if change.replaced else stored
         stack = shape[0] if len(shape) == 3 and target.split(".")[-1] in content.stacks else None
         key = keys[module]
-        change.factors = _read_factors(label, key, parts, tensors, config, ranks[key], alphas[key], stack)
-        layout = Layout(_check_shape(label, target, change.factors, tensors, shape), shape[-2:])
+        change.factors = _read_factors(key, parts, tensors, config, ranks[key], alphas[key], stack)
+        layout = Layout(_check_shape(target, change.factors, tensors, shape), shape[-2:])
         if (len(shape) == 2 or stack is not None) and "embedding_a" not in parts:
             layouts[target] = layout
         if "b_bias" in parts:
             bias = target.removesuffix("weight") + "bias"
             if bias not in base:
-                raise InputError(f"{label}: lora_bias of {module!r}, but the base has no {bias}")
+                raise InputError(f"lora_bias of {module!r}, but the base has no {bias}")
             changes.setdefault(bias, Change()).bias = change.factors
     whole = [t for t in changes if t in base and not base.specs[t].dtype.is_floating_point]
     if whole:
-        raise InputError(f"{label}: the adapter changes integers of the base ({join_names(whole)})")
+        raise InputError(f"the adapter changes integers of the base ({join_names(whole)})")
     swapped, version = bool(config.get("fan_in_fan_out")), str(config.get("peft_version") or "")
-    transposed = find_transposed(label, base, layouts, swapped, version)
+    transposed = find_transposed(base, layouts, swapped, version)
     for target, change in changes.items():
         if change.factors and target in transposed:
             change.factors = replace(change.factors, transposed=True)
@@ -120,9 +120,7 @@ def _name_pattern(content: AdapterContent, module: str, target: str) -> str:
     return f"{outer}.{last}" if last in content.stacks else outer
 
 
-def _match_parameters(
-    label: str, tensors: Checkpoint, placed: Placed, content: AdapterContent
-) -> dict[str, str]:
+def _match_parameters(tensors: Checkpoint, placed: Placed, content: AdapterContent) -> dict[str, str]:
     """Which parameter each of the nested wrappers of a module adapts, by shapes."""
     parameters: dict[str, str] = {}
     for outer, modules in content.nested.items():
@@ -137,7 +135,7 @@ def _match_parameters(
         ways = [way for way in permutations(names, len(modules)) if all(map(contains, suiting, way))]
         if len(ways) != 1:
             raise InputError(
-                f"{label}: nothing tells which of ({join_names(names)}) each of the {len(modules)} adapters of "
+                f"nothing tells which of ({join_names(names)}) each of the {len(modules)} adapters of "
                 f"{outer!r} changes: merge it with peft and give the saved model"
             )
         parameters.update(zip(modules, ways[0], strict=True))
@@ -145,7 +143,6 @@ def _match_parameters(
 
 
 def untie_parts(
-    label: str,
     tensors: Checkpoint,
     placed: Placed,
     content: AdapterContent,
@@ -183,7 +180,7 @@ def untie_parts(
         elif len(seconds) > 1:
             changed = [name for name in names if name in changes]
             raise InputError(
-                f"{label}: the adapter changes only {join_names(changed)} of {join_names(names)}, which the "
+                f"the adapter changes only {join_names(changed)} of {join_names(names)}, which the "
                 "base ties and one configuration cannot untie: train it with ensure_weight_tying=True, or save "
                 "the merged model untied"
             )
@@ -196,7 +193,7 @@ def untie_parts(
         moved = [name for name in changes if is_vocabulary_name(name)]
         if moved:
             raise InputError(
-                f"{label}: the adapter changes {join_names(moved)}, which the base's configuration ties to an "
+                f"the adapter changes {join_names(moved)}, which the base's configuration ties to an "
                 "unknown tensor: untie the base (tie_word_embeddings: false, with both tensors in its "
                 "files), or save the merged model"
             )
@@ -244,7 +241,6 @@ def _is_repeated(tensors: Checkpoint, plain: Mapping[str, str], targets: Mapping
 
 
 def _read_factors(
-    label: str,
     module: str,
     parts: dict[str, str],
     tensors: Checkpoint,
@@ -254,23 +250,23 @@ def _read_factors(
     stack: int | None,
 ) -> Factors:
     """Of one module, whose configured rank and `α` these are; `stack`: of a parameter of so many matrices."""
-    pair = ("embedding_a", "embedding_b") if "embedding_a" in parts else ("a", "b")
+    pair = name_pair(parts)
     if bool(config.get("use_dora")) != ("magnitude" in parts):
         problem = "lacks its" if config.get("use_dora") else "is without use_dora and has a"
-        raise InputError(f"{label}: the DoRA adapter of {module!r} {problem} lora_magnitude_vector")
+        raise InputError(f"the DoRA adapter of {module!r} {problem} lora_magnitude_vector")
     if any(len(tensors.specs[parts[part]].shape) < 2 or not tensors.specs[parts[part]].numel for part in pair):
-        raise InputError(f"{label}: the factors of {module!r} are not two matrices of rank 1 or more")
+        raise InputError(f"the factors of {module!r} are not two matrices of rank 1 or more")
     rank = tensors.specs[parts[pair[0]]].shape[0] // (stack or 1)
     if configured != rank:
-        raise InputError(f"{label}: {module!r} has rank {rank} in its file, {configured} in {ADAPTER_CONFIG}")
+        raise InputError(f"{module!r} has rank {rank} in its file, {configured} in {ADAPTER_CONFIG}")
     right = isinstance(alpha, int | float) and not isinstance(alpha, bool) and abs(alpha) <= _LARGEST_ALPHA
-    require(right, f"{label}: lora_alpha", alpha, "a number, finite in float32")
-    times = _count_uses(label, parts[pair[0]], config)
+    require(right, "lora_alpha", alpha, "a number, finite in float32")
+    times = _count_uses(parts[pair[0]], config)
     scaling = times * alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return Factors(parts, rank, scaling, stack=stack)
 
 
-def _count_uses(label: str, stored: str, config: Mapping[str, Any]) -> int:
+def _count_uses(stored: str, config: Mapping[str, Any]) -> int:
     """2 for the output projection of `nn.MultiheadAttention`, to which peft adds the change twice, else 1.
 
     That is so in its forward pass and when it merges, hence also in training (huggingface/peft#3774).
@@ -280,19 +276,15 @@ def _count_uses(label: str, stored: str, config: Mapping[str, Any]) -> int:
     version = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version") or "0.0"))
     if version is None or (int(version[1]), int(version[2])) > _LAST_SEEN_TWICE:
         raise InputError(
-            f"{label}: {stored!r} was written by peft {config.get('peft_version')}; peft up to 0.21 applied "
+            f"{stored!r} was written by peft {config.get('peft_version')}; peft up to 0.21 applied "
             "it twice, and later versions are unknown: merge it with peft and give the saved model"
         )
     return 2
 
 
-def _check_shape(
-    label: str, target: str, factors: Factors, tensors: Checkpoint, shape: tuple[int, ...]
-) -> tuple[int, int]:
+def _check_shape(target: str, factors: Factors, tensors: Checkpoint, shape: tuple[int, ...]) -> tuple[int, int]:
     """Outputs and inputs of the change, which must be those of a tensor of this shape."""
-    embedding = "embedding_a" in factors.parts
-    a = tensors.specs[factors.parts["embedding_a" if embedding else "a"]].shape
-    b = tensors.specs[factors.parts["embedding_b" if embedding else "b"]].shape
+    a, b = (tensors.specs[factors.parts[part]].shape for part in name_pair(factors.parts))
     copies = factors.stack or 1
     outputs, inputs = b[0], math.prod(a[1:])
     right = math.prod(b[1:]) == a[0] == factors.rank * copies and outputs * inputs * copies == math.prod(shape)
@@ -302,7 +294,7 @@ def _check_shape(
         right = right and (b[0], *a[1:]) == shape
     if not right:
         raise InputError(
-            f"{label}: the adapter's factors {list(b)} × {list(a)} do not make a change of {target} "
+            f"the adapter's factors {list(b)} × {list(a)} do not make a change of {target} "
             f"{list(shape)}: "
             "it was trained on another base, or on a grouped convolution, which is not folded"
         )

@@ -26,41 +26,38 @@ _PLAIN_STARTS = {"gaussian", "orthogonal", "eva", "mica"}
 """`init_lora_weights` that leave the base's weights as they are."""
 
 
-def read_adapter_config(folder: Path, label: str) -> dict[str, Any]:
+def read_adapter_config(folder: Path) -> dict[str, Any]:
     """A LoRA adapter's configuration.
 
     Raises:
         InputError: it cannot be read, or asks for anything that is not folded, by name.
     """
     file = folder / ADAPTER_CONFIG
-    config = read_json(file, label)
+    config = read_json(file)
     try:
         kind = config["peft_type"]
     except (KeyError, TypeError) as error:
-        raise InputError(f"{label}: {file} is not an adapter's configuration ({error!r})") from None
+        raise InputError(f"{file} is not an adapter's configuration ({error!r})") from None
     if kind != "LORA":
         raise InputError(
-            f"{label}: adapters of type {kind} cannot be folded, only LORA: merge it with peft and give the "
-            "saved model"
+            f"adapters of type {kind} cannot be folded, only LORA: merge it with peft and give the saved model"
         )
     start = config.get("init_lora_weights", True)
     if not isinstance(start, bool | None) and not (isinstance(start, str) and start in _PLAIN_STARTS):
         raise InputError(
-            f"{label}: init_lora_weights={start!r} changed the base's weights before training, so the adapter "
+            f"init_lora_weights={start!r} changed the base's weights before training, so the adapter "
             "does not fit the base: save it with peft's path_initial_model_for_weight_conversion"
         )
     unknown = [key for key, value in config.items() if key not in _READ | _NO_EFFECT and value]
     if unknown:
         raise InputError(
-            f"{label}: the adapter uses {join_names(unknown)}, which cannot be folded: merge it with peft "
+            f"the adapter uses {join_names(unknown)}, which cannot be folded: merge it with peft "
             "(`merge_and_unload`) and give the saved model"
         )
     return config
 
 
-def match_patterns(
-    label: str, config: Mapping[str, Any], key: str, default: str, modules: Iterable[str]
-) -> dict[str, Any]:
+def match_patterns(config: Mapping[str, Any], key: str, default: str, modules: Iterable[str]) -> dict[str, Any]:
     """Each module's number in `config[key]`, a mapping from pattern to number, or else `config[default]`.
 
     As in peft a pattern is a regular expression for a module's path from one of its dots on, and the first that
@@ -71,11 +68,11 @@ def match_patterns(
     """
     patterns = config.get(key) or {}
     if not isinstance(patterns, Mapping):
-        raise InputError(f"{label}: {key} is a {type(patterns).__name__}, not a mapping from module to number")
+        raise InputError(f"{key} is a {type(patterns).__name__}, not a mapping from module to number")
     values = dict.fromkeys(modules, config.get(default))
     end = time.process_time() + _PATTERN_SECONDS
     for pattern, value in reversed(list(patterns.items())):
-        holds = f"{label}: {key} holds {pattern[:200]!r}, which"
+        holds = f"{key} holds {pattern[:200]!r}, which"
         if "{" in pattern or len(pattern) > _LONGEST_PATTERN:
             raise InputError(f"{holds} counts repeats with braces or is very long: write it without")
         if _RECURSION.search(pattern):

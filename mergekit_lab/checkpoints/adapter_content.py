@@ -50,29 +50,26 @@ class AdapterContent:
     stacks: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, label: str, tensors: Checkpoint, config: Mapping[str, Any]) -> AdapterContent:
+    def read(cls, tensors: Checkpoint, config: Mapping[str, Any]) -> AdapterContent:
         if not tensors:
-            raise InputError(
-                f"{label}: the adapter's file holds no tensors: was it saved where it was trained?"
-            )
-        content = cls(stacks=tuple(_read_parameters(label, config)))
+            raise InputError("the adapter's file holds no tensors: was it saved where it was trained?")
+        content = cls(stacks=tuple(_read_parameters(config)))
         adapters = {match[2] for name in tensors if (match := _IN_MEMORY.search(name))}
         if len(adapters) > 1:
             raise InputError(
-                f"{label}: its file holds several adapters ({join_names(adapters)}): save one of them, "
+                f"its file holds several adapters ({join_names(adapters)}): save one of them, "
                 "`model.save_pretrained(folder, selected_adapters=[name])`"
             )
         for name in tensors:
             if not name.startswith(_PREFIX):
-                raise InputError(f"{label}: the adapter's tensor {name!r} does not start with {_PREFIX!r}")
-            content._sort(label, tensors, name)
+                raise InputError(f"the adapter's tensor {name!r} does not start with {_PREFIX!r}")
+            content._sort(tensors, name)
         for module, parts in content.modules.items():
-            pair = ("embedding_a", "embedding_b") if "embedding_a" in parts else ("a", "b")
-            if not {*pair} <= parts.keys():
-                raise InputError(f"{label}: the adapter of {module!r} lacks one of its two factors")
+            if not {*name_pair(parts)} <= parts.keys():
+                raise InputError(f"the adapter of {module!r} lacks one of its two factors")
         return content
 
-    def _sort(self, label: str, tensors: Checkpoint, name: str) -> None:
+    def _sort(self, tensors: Checkpoint, name: str) -> None:
         inner = _IN_MEMORY.sub(r".\1", name.removeprefix(_PREFIX))
         ending = next((end for end in _PARTS if inner.endswith(f".{end}")), None)
         if ending and self.stacks:
@@ -88,12 +85,12 @@ class AdapterContent:
         if ending:
             self.modules.setdefault(inner.removesuffix(f".{ending}"), {})[_PARTS[ending]] = name
         elif re.search(r"\.(lora_|token_adapter\.)", inner):
-            raise InputError(f"{label}: the adapter's tensor {name!r} cannot be folded")
+            raise InputError(f"the adapter's tensor {name!r} cannot be folded")
         if not ending and (adapted or unused):
             self.copies[inner] = name
         if not ending and not unused:
             if inner in self.plain and not torch.equal(tensors[self.plain[inner]], tensors[name]):
-                raise InputError(f"{label}: {self.plain[inner]} and {name} are one tensor with two values")
+                raise InputError(f"{self.plain[inner]} and {name} are one tensor with two values")
             self.plain[inner] = name
 
     def list_wanted(self, tensors: Checkpoint) -> dict[str, Wanted]:
@@ -112,18 +109,22 @@ class AdapterContent:
         return wanted
 
 
-def _read_parameters(label: str, config: Mapping[str, Any]) -> list[str]:
+def _read_parameters(config: Mapping[str, Any]) -> list[str]:
     """The last parts of the names in `target_parameters`, in the order in which peft nests them."""
     names = config.get("target_parameters") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise InputError(f"{label}: target_parameters is not a list of names")
+        raise InputError("target_parameters is not a list of names")
     return list(dict.fromkeys(name.split(".")[-1] for name in names))
+
+
+def name_pair(parts: Mapping[str, str]) -> tuple[str, str]:
+    """Which parts are the two factors, an embedding's or a layer's."""
+    return ("embedding_a", "embedding_b") if "embedding_a" in parts else ("a", "b")
 
 
 def fits(tensors: Checkpoint, parts: Mapping[str, str], shape: tuple[int, ...]) -> bool:
     """Whether factors make a change of a tensor of this shape."""
-    pair = ("embedding_a", "embedding_b") if "embedding_a" in parts else ("a", "b")
-    a, b = (tensors.specs[parts[part]].shape for part in pair)
+    a, b = (tensors.specs[parts[part]].shape for part in name_pair(parts))
     inner = math.prod(a[1:])
     if len(shape) == 3 and len(a) == len(b) == 2 and a[0] % shape[0] == 0 and a[0] == b[1]:
         return sorted((b[0], inner)) == sorted(shape[1:])
@@ -132,11 +133,11 @@ def fits(tensors: Checkpoint, parts: Mapping[str, str], shape: tuple[int, ...]) 
     return b[0] * inner == math.prod(shape)
 
 
-def check_kinds(label: str, tensors: Checkpoint) -> None:
+def check_kinds(tensors: Checkpoint) -> None:
     """Refuse an adapter that holds other than floating-point numbers."""
     odd = [f"{name}: {spec.dtype}" for name, spec in tensors.specs.items() if not spec.dtype.is_floating_point]
     if odd:
         raise InputError(
-            f"{label}: the adapter holds tensors that are not floating-point ({join_names(odd)}): if it is "
+            f"the adapter holds tensors that are not floating-point ({join_names(odd)}): if it is "
             "quantized, merge it with peft and give the saved model"
         )

@@ -32,7 +32,7 @@ class Layout(NamedTuple):
 
 
 def find_transposed(
-    label: str, base: Checkpoint, layouts: Mapping[str, Layout], configured: bool, version: str = ""
+    base: Checkpoint, layouts: Mapping[str, Layout], configured: bool, version: str = ""
 ) -> set[str]:
     """The adapted matrices that `base` stores as [in, out].
 
@@ -64,18 +64,16 @@ def find_transposed(
         )
         if len(votes) != 1:
             raise InputError(
-                f"{label}: {name} is square, and nothing tells whether it is stored as [out, in] or [in, out] "
+                f"{name} is square, and nothing tells whether it is stored as [out, in] or [in, out] "
                 "(the adapter has one fan_in_fan_out for modules of both): merge it with peft and give the "
                 "saved model"
             )
         if True in votes:
             names.add(name)
-    return names | _find_transposed_stacks(label, base, stacks, version)
+    return names | _find_transposed_stacks(base, stacks, version)
 
 
-def _find_transposed_stacks(
-    label: str, base: Checkpoint, layouts: Mapping[str, Layout], version: str
-) -> set[str]:
+def _find_transposed_stacks(base: Checkpoint, layouts: Mapping[str, Layout], version: str) -> set[str]:
     """The adapted stacks of matrices whose factors were made for [in, out].
 
     peft goes by the model's class, and before 0.21 it may have gone by the shape alone.
@@ -88,7 +86,7 @@ def _find_transposed_stacks(
     square = [name for name, layout in layouts.items() if layout.transposed is None]
     if square and len(known) != 1:
         raise InputError(
-            f"{label}: the matrices of {square[0]} are square, and nothing tells whether they are stored as "
+            f"the matrices of {square[0]} are square, and nothing tells whether they are stored as "
             "[out, in] or [in, out]: merge it with peft and give the saved model"
         )
     return {name for name, layout in layouts.items() if layout.transposed or (name in square and True in known)}

@@ -52,7 +52,7 @@ class Placed(NamedTuple):
     back: Callable[[Checkpoint], Checkpoint] | None = None
 
 
-def locate(label: str, base: Checkpoint, wanted: Mapping[str, Wanted], kind: str | None) -> Placed:
+def locate(base: Checkpoint, wanted: Mapping[str, Wanted], kind: str | None) -> Placed:
     """Find everything that is wanted.
 
     Args:
@@ -78,7 +78,7 @@ def locate(label: str, base: Checkpoint, wanted: Mapping[str, Wanted], kind: str
             if len(by_class.targets) > len(best.targets):
                 best = by_class
     if len(best.targets) < len(wanted):
-        by_prefix = _place_by_prefix(label, base, wanted, seconds, kind, own)
+        by_prefix = _place_by_prefix(base, wanted, seconds, kind, own)
         if len(by_prefix.targets) > len(best.targets):
             best = by_prefix
     if (
@@ -86,7 +86,7 @@ def locate(label: str, base: Checkpoint, wanted: Mapping[str, Wanted], kind: str
         and own is not None
         and (split := _place_in_pieces(base, own)) is not None
     ):
-        by_pieces = locate(label, split.base, wanted, kind)
+        by_pieces = locate(split.base, wanted, kind)
         if len(by_pieces.targets) > len(best.targets):
             best = by_pieces._replace(back=split.back)
     return best
@@ -150,7 +150,6 @@ def _is_only_moved(name: str, made: Made) -> bool:
 
 
 def _place_by_prefix(
-    label: str,
     base: Checkpoint,
     wanted: Mapping[str, Wanted],
     seconds: Mapping[str, str],
@@ -171,7 +170,7 @@ def _place_by_prefix(
         if prefix is None:
             shown = [add or drop for drop, add in best]
             raise InputError(
-                f"{label}: the adapter's names fit the base under several prefixes ({join_names(shown)}), and "
+                f"the adapter's names fit the base under several prefixes ({join_names(shown)}), and "
                 "nothing tells which part it was trained on: set "
                 '{"auto_mapping": {"base_model_class": "…"}} in its adapter_config.json to the class of the '
                 "model that it was trained on, or put the prefix before its names"

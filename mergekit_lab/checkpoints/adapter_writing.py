@@ -19,10 +19,10 @@ from mergekit_lab.checkpoints.adapter_config import ADAPTER_CONFIG
 from mergekit_lab.checkpoints.checkpoint import TensorSpec
 from mergekit_lab.checkpoints.model_files import write_files
 from mergekit_lab.checkpoints.shards import ShardedWriter, plan_files
-from mergekit_lab.checkpoints.tied_weights import read_config
+from mergekit_lab.checkpoints.tied_weights import read_class_name
 from mergekit_lab.errors import InputError
 
-_KINDS = {
+_TASKS = {
     "ForCausalLM": "CAUSAL_LM",
     "ForSequenceClassification": "SEQ_CLS",
     "ForConditionalGeneration": "SEQ_2_SEQ_LM",
@@ -70,10 +70,10 @@ def write_adapter(
     ranks = {name.removesuffix(_SUFFIX): change.a.shape[0] for name, change in changes.items()}
     rank = Counter(ranks.values()).most_common(1)[0][0]
     others = {module: own for module, own in ranks.items() if own != rank}
-    classes = read_config(base_folder).get("architectures") or [""]
+    class_name = read_class_name(base_folder) or ""
     config: dict[str, Any] = {
         "peft_type": "LORA",
-        "task_type": next((kind for end, kind in _KINDS.items() if str(classes[0]).endswith(end)), None),
+        "task_type": next((task for end, task in _TASKS.items() if class_name.endswith(end)), None),
         "base_model_name_or_path": base_name,
         "r": rank,
         "lora_alpha": rank,

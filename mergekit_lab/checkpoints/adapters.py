@@ -8,8 +8,9 @@ not round a small change away.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ from torch import Tensor
 
 from mergekit_lab.checkpoints.adapter_changes import Change, Factors, check_placed, plan_changes, untie_parts
 from mergekit_lab.checkpoints.adapter_config import ADAPTER_CONFIG, read_adapter_config
-from mergekit_lab.checkpoints.adapter_content import AdapterContent, check_kinds
+from mergekit_lab.checkpoints.adapter_content import AdapterContent, check_kinds, name_pair
 from mergekit_lab.checkpoints.adapter_placement import locate, read_target_class
 from mergekit_lab.checkpoints.adapter_writing import LowRankChange
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, Computed, TensorSpec, View
 from mergekit_lab.checkpoints.files import Pickled, Safetensors
 from mergekit_lab.checkpoints.quantized import refuse_quantized
-from mergekit_lab.errors import InputError, join_names
+from mergekit_lab.errors import InputError, join_names, name_in_errors
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 """What PEFT names the weights of an adapter."""
@@ -125,15 +126,13 @@ class Folded(Computed):
 
     def _adapt(self, weight: Tensor, factors: Factors) -> Tensor:
         """`W + s·B·A`; DoRA: that, each output's vector scaled to the norm that was learned for it."""
-        embedding = "embedding_a" in factors.parts
-        a = self._read_part(factors, "embedding_a" if embedding else "a", weight.dtype)
-        b = self._read_part(factors, "embedding_b" if embedding else "b", weight.dtype)
+        a, b = (self._read_part(factors, part, weight.dtype) for part in name_pair(factors.parts))
         if factors.stack is not None:
             each = "eio" if factors.transposed else "eoi"
             a, b = a.reshape(factors.stack, -1, a.shape[-1]), b.reshape(b.shape[0], -1, factors.stack)
             return weight + torch.einsum(f"ore,eri->{each}", b, a) * factors.scaling
         delta = b.flatten(1) @ a.flatten(1)
-        transposed = embedding or factors.transposed
+        transposed = "embedding_a" in factors.parts or factors.transposed
         delta = (delta.T if transposed else delta).reshape(weight.shape)
         adapted = weight + delta * factors.scaling
         if not self._dora or "magnitude" not in factors.parts:
@@ -176,38 +175,32 @@ def open_adapter(folder: Path, base: Checkpoint | None, label: str) -> Checkpoin
         InputError: no base, damaged files, tensors that do not fit the base, or anything that this reader
             does not fold, by name.
     """
-    config = read_adapter_config(folder, label)
-    if base is None:
-        raise InputError(
-            f"{label}: {folder} is a PEFT adapter, which needs the base it was trained on: give it as an "
-            "expert, or open it with base=…"
-        )
+    with name_in_errors(label):
+        config = read_adapter_config(folder)
+        if base is None:
+            raise InputError(
+                f"{folder} is a PEFT adapter, which needs the base it was trained on: give it as an expert, or "
+                "open it with base=…"
+            )
     refuse_quantized(base)
     file, pickled = (folder / name for name in ADAPTER_FILES)
-    if file.is_file():
-        tensors: Checkpoint = Safetensors(label, file, folder)
-    elif pickled.is_file():
-        tensors = Pickled(label, pickled, folder)
-    else:
+    if not file.is_file() and not pickled.is_file():
         raise InputError(f"{label}: the adapter folder {folder} lacks adapter_model.safetensors")
-    return _fold(label, tensors, base, config)
+    tensors = Safetensors(label, file, folder) if file.is_file() else Pickled(label, pickled, folder)
+    with name_in_errors(label):
+        return _fold(label, tensors, base, config)
 
 
 def _fold(label: str, tensors: Checkpoint, base: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
-    check_kinds(label, tensors)
-    content = AdapterContent.read(label, tensors, config)
-    wanted = content.list_wanted(tensors)
-    placed = locate(label, base, wanted, read_target_class(config))
-    check_placed(label, content, placed, config)
-    changes = plan_changes(label, tensors, placed, content, config)
-    untied = untie_parts(label, tensors, placed, content, changes, config)
+    check_kinds(tensors)
+    content = AdapterContent.read(tensors, config)
+    placed = locate(base, content.list_wanted(tensors), read_target_class(config))
+    check_placed(content, placed, config)
+    changes = plan_changes(tensors, placed, content, config)
+    untied = untie_parts(tensors, placed, content, changes, config)
     folded = Folded(label, placed.base, tensors, changes, config, untied)
     if placed.back is None:
         return folded
     stored = placed.back(folded)
     others = {name: spec for name, spec in base.specs.items() if name not in stored}
-    return View(stored, {**stored.specs, **others}, {name: _make_reader(base, name) for name in others})
-
-
-def _make_reader(checkpoint: Checkpoint, name: str) -> Callable[[], Tensor]:
-    return lambda: checkpoint[name]
+    return View(stored, {**stored.specs, **others}, {name: partial(base.__getitem__, name) for name in others})

@@ -12,9 +12,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 import torch
-from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
 from mergekit_lab.checkpoints.in_memory import (
@@ -27,6 +27,7 @@ from mergekit_lab.checkpoints.in_memory import (
 from mergekit_lab.checkpoints.tied_weights import (
     find_tied_groups,
     is_tying_embeddings,
+    read_class_name,
     read_config,
     read_vocabulary_size,
 )
@@ -88,7 +89,7 @@ def untie(base: Checkpoint, experts: Iterable[Checkpoint], say: Say = lambda tex
     )
     specs = {**base.specs, **{name: base.specs[kept] for name, kept in pairs.items()}}
     tied = {name: kept for name, kept in base.find_ties().items() if name not in pairs}
-    view = View(base, specs, {name: _make_reader(base, kept) for name, kept in pairs.items()}, tied)
+    view = View(base, specs, {name: partial(base.__getitem__, kept) for name, kept in pairs.items()}, tied)
     view.changed, view.untied = {**base.changed, "tie_word_embeddings": False}, pairs
     return view
 
@@ -129,7 +130,7 @@ def _rename(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
         say(f"{expert.label}: {len(spelled)} names are spelled as in the base ({join_names(spelled, 2)})")
     specs = {new[name]: spec for name, spec in expert.specs.items()}
     tied = {new[n]: new[k] for n, k in expert.find_ties().items()}
-    return View(expert, specs, {new[name]: _make_reader(expert, name) for name in expert}, tied)
+    return View(expert, specs, {new[name]: partial(expert.__getitem__, name) for name in expert}, tied)
 
 
 def _respell(name: str) -> str:
@@ -174,8 +175,7 @@ def _choose_prefixes(
     alike = [option for option, score in options.items() if score == best]
     if len(alike) == 1 or 2 * best[0] < len(usuals):
         return alike[0] if 2 * best[0] >= len(usuals) or not alike[0][1] else ("", "")
-    named = read_config(expert.folder).get("architectures")
-    kind = str(named[0]) if isinstance(named, list) and named else None
+    kind = read_class_name(expert.folder)
     prefix = choose_prefix([add for _, add in alike], kind, find_architecture(base), base)
     if prefix is None:
         heads = [add or drop for drop, add in alike]
@@ -214,18 +214,12 @@ def _use_base_layout(base: Checkpoint, renamed: Checkpoint, expert: Checkpoint, 
 
 def _list_architectures(base: Checkpoint, expert: Checkpoint) -> Iterator[Architecture]:
     """What may say how two layouts belong together, the surest first."""
-    named = read_config(expert.folder).get("architectures")
-    own = str(named[0]) if isinstance(named, list) and named else None
-    for holder, kind in ((base, own), (base, None), (expert, None)):
+    for holder, kind in ((base, read_class_name(expert.folder)), (base, None), (expert, None)):
         architecture = find_architecture(holder, kind)
         if architecture is not None:
             yield architecture
     for holder in (base, expert):
         yield from list_mixtures(holder.specs)
-
-
-def _make_reader(checkpoint: Checkpoint, name: str) -> Callable[[], Tensor]:
-    return lambda: checkpoint[name]
 
 
 def _add_base_buffers(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
@@ -240,7 +234,7 @@ def _add_base_buffers(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpo
         say(f"{expert.label}: buffers that a model computes are taken from the base: {join_names(lacking)}")
     specs = {name: spec for name, spec in expert.specs.items() if name not in extra}
     specs |= {name: base.specs[name] for name in buffers}
-    return View(expert, specs, {name: _make_reader(base, name) for name in buffers})
+    return View(expert, specs, {name: partial(base.__getitem__, name) for name in buffers})
 
 
 def _drop_second_names(
@@ -282,7 +276,7 @@ def _drop_second_names(
     if specs.keys() == expert.keys():
         return expert
     tied = {names[n]: names[k] for n, k in expert.find_ties().items() if n in names and k in names}
-    return View(expert, specs, {new: _make_reader(expert, name) for name, new in names.items()}, tied)
+    return View(expert, specs, {new: partial(expert.__getitem__, name) for name, new in names.items()}, tied)
 
 
 def _are_equal(checkpoint: Checkpoint, *names: str) -> bool:
@@ -314,5 +308,8 @@ def _add_second_names(base: Checkpoint, expert: Checkpoint, read: bool, say: Say
     }
     specs |= {name: spec for name, spec in expert.specs.items() if name not in specs}
     return View(
-        expert, specs, {n: _make_reader(expert, k) for n, k in second.items()}, expert.find_ties() | second
+        expert,
+        specs,
+        {n: partial(expert.__getitem__, k) for n, k in second.items()},
+        expert.find_ties() | second,
     )

@@ -26,18 +26,8 @@ log = logging.getLogger(__name__)
 
 _ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?")
 _PATTERNS = [
-    *(
-        "*.json",
-        "*.txt",
-        "*.model",
-        "*.tiktoken",
-        "*.spm",
-        "bpe.codes",
-        "*.jinja",
-        "*.py",
-        "LICENSE*",
-        "NOTICE*",
-    ),
+    *("*.json", "*.txt", "*.model", "*.tiktoken", "*.spm", "bpe.codes", "*.jinja", "*.py"),
+    *("LICENSE*", "NOTICE*"),
 ]
 _WEIGHTS = ("*.safetensors", "*.bin")
 _REPLACED = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "adapter_config.json", "*.index.json")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
-from mergekit_lab.checkpoints.tied_weights import read_config
+from mergekit_lab.checkpoints.tied_weights import read_class_name, read_config
 
 _LAYERS = re.compile(r"^(n|num|encoder|decoder)_(\w+_)?layers?$|^depth$")
 
@@ -169,9 +169,8 @@ def find_architecture(checkpoint: Checkpoint, name: str | None = None) -> Archit
     folder = checkpoint.folder
     if folder is None or not (folder / "config.json").is_file():
         return None
-    named = read_config(folder).get("architectures")
-    name = name or (named[0] if isinstance(named, list) and named else None)
-    if not isinstance(name, str):
+    name = name or read_class_name(folder)
+    if name is None:
         return None
     stamp = (folder / "config.json").stat().st_mtime_ns
     return _find_architecture(folder.absolute(), stamp, name, len(checkpoint))

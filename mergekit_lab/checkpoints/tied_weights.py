@@ -65,6 +65,12 @@ def read_config(folder: Path | None) -> dict[str, Any]:
     return {} if folder is None else read_object(folder / "config.json")
 
 
+def read_class_name(folder: Path | None) -> str | None:
+    """The class of transformers that a folder's configuration names, the first of several."""
+    named = read_config(folder).get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else None
+
+
 def read_vocabulary_size(config: dict[str, Any]) -> int | None:
     """Rows of the embedding that a configuration announces, its `text_config` included."""
     for part in (config, config.get("text_config"), config.get("llm_config")):

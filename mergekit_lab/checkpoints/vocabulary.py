@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
 from mergekit_lab.checkpoints.tied_weights import can_be_vocabulary, is_vocabulary_name
@@ -129,10 +128,9 @@ def _choose_vocabulary(
     if choice is None:
         raise InputError(_say_choices(base, experts, names, tokens))
     if choice == "base":
-        own = dict.fromkeys(names)
+        same = {name: partial(base.__getitem__, name) for name in names}
         views = tuple(
-            View(e, {n: base.specs[n] if n in own else s for n, s in e.specs.items()}, _keep_same(base, names))
-            for e in experts
+            View(e, {n: base.specs[n] if n in same else s for n, s in e.specs.items()}, same) for e in experts
         )
         note = f"{join_names(names)}: left out of the merge, the base's own"
         return Reconciled(base, views, tuple(names), notes=(note,), side=_make_side_blanking(base, names))
@@ -172,10 +170,6 @@ def _check_one_size(names: Sequence[str], checkpoints: Iterable[Checkpoint]) -> 
         sizes = {name: checkpoint.specs[name].shape[0] for name in names}
         if len(set(sizes.values())) > 1:
             raise InputError(f"{checkpoint.label!r} has vocabularies of several sizes ({sizes}): not supported")
-
-
-def _keep_same(base: Checkpoint, names: Iterable[str]) -> dict[str, Callable[[], Tensor]]:
-    return {name: partial(base.__getitem__, name) for name in names}
 
 
 def _make_side_blanking(base: Checkpoint, names: Sequence[str]) -> Callable[[int, Checkpoint], Checkpoint]:

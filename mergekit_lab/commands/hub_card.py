@@ -16,7 +16,7 @@ import yaml
 
 from mergekit_lab.checkpoints import TRANSFORMERS
 from mergekit_lab.checkpoints.libraries import OPEN_CLIP
-from mergekit_lab.checkpoints.tied_weights import read_config
+from mergekit_lab.checkpoints.tied_weights import read_class_name
 from mergekit_lab.commands.prepared import Prepared
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging import SLERP, TIES, Method, TaskArithmetic, WeightAverage
@@ -136,11 +136,10 @@ def _is_mergekits(method: TIES) -> bool:
 
 
 def _find_pipeline(prepared: Prepared) -> tuple[str, str, str] | None:
-    folder = prepared.origin.folder
     if prepared.library is not TRANSFORMERS:
         return None
-    names = read_config(folder).get("architectures") or [""]
-    return next((each for each in _PIPELINES if str(names[0]).endswith(each[0])), None)
+    name = read_class_name(prepared.origin.folder) or ""
+    return next((each for each in _PIPELINES if name.endswith(each[0])), None)
 
 
 def read_header(folder: Path | None) -> Mapping[str, Any]:

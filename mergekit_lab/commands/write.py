@@ -7,9 +7,9 @@ they come.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,23 +66,18 @@ def write(
     out = out.expanduser()
     check_out(out, overwrite, list_input_files(prepared))
     check_format(prepared, format, rank, energy)
-    extras = _CardExtras(metrics or {}, recipe, push_to)
+    make_card = partial(_make_card, prepared, out.name, format, metrics or {}, recipe, push_to)
     if format == "adapter":
-        _write_adapter(prepared, out, overwrite, rank, energy, progress, extras)
+        _write_adapter(prepared, out, overwrite, rank, energy, progress, make_card)
     else:
-        _write_model(prepared, out, overwrite, format, progress, extras)
+        _write_model(prepared, out, overwrite, format, progress, make_card)
     if push_to is not None:
         push_folder(out, push_to, push_private)
     return out
 
 
-@dataclass(frozen=True)
-class _CardExtras:
-    """What a model card says beside the merge itself."""
-
-    metrics: Mapping[str, float]
-    recipe: str | None
-    push_to: str | None
+MakeCard = Callable[[Sequence[str]], Card]
+"""Of what was found while merging, in sentences."""
 
 
 class _Remaining(TimeRemainingColumn):
@@ -93,7 +88,7 @@ class _Remaining(TimeRemainingColumn):
 
 
 def _write_model(
-    prepared: Prepared, out: Path, overwrite: bool, format: str, progress: bool, extras: _CardExtras
+    prepared: Prepared, out: Path, overwrite: bool, format: str, progress: bool, make_card: MakeCard
 ) -> None:
     notes: Notes = {}
     if format == "dense":
@@ -125,7 +120,7 @@ def _write_model(
                     bar.advance(task, work[name])
         if format != "dense":
             beside |= _make_low_rank_record(prepared).make_files()
-        beside |= _make_card(prepared, out.name, format, _summarize_notes(notes), extras).make_files()
+        beside |= make_card(_summarize_notes(notes)).make_files()
         planned |= write_files(beside, folder)
 
 
@@ -136,7 +131,7 @@ def _write_adapter(
     rank: int | None,
     energy: float | None,
     progress: bool,
-    extras: _CardExtras,
+    make_card: MakeCard,
 ) -> None:
     notes: Notes = {}
     arguments = _collect_arguments(prepared)
@@ -151,7 +146,7 @@ def _write_adapter(
             transposed=merge.transposed, dtype=prepared.dtype or torch.float32,
         )  # fmt: skip
         account = [*merge.describe(), *_summarize_notes(notes)]
-        beside |= _make_card(prepared, out.name, "adapter", account, extras).make_files()
+        beside |= make_card(account).make_files()
         planned |= write_files(beside, folder)
 
 
@@ -263,8 +258,10 @@ def _make_card(
     prepared: Prepared,
     title: str,
     format: str,
+    metrics: Mapping[str, float],
+    recipe: str | None,
+    push_to: str | None,
     account: Sequence[str],
-    extras: _CardExtras,
 ) -> Card:
     side = {
         kind: {name: fingerprint(c, c.label) for name, c in by_name.items()}
@@ -289,12 +286,12 @@ def _make_card(
         versions=read_versions(),
         hub_ids=ids,
         notes=[*prepared.notes, *account],
-        metrics=extras.metrics,
-        recipe=extras.recipe,
+        metrics=metrics,
+        recipe=recipe,
         hub=describe_for_hub(prepared),
-        usage="" if format != "dense" else say_usage(prepared, title, extras.push_to),
+        usage="" if format != "dense" else say_usage(prepared, title, push_to),
         command=say_command(prepared, title, format),
-        equivalent="" if extras.recipe or format != "dense" else write_recipe(prepared),
+        equivalent="" if recipe or format != "dense" else write_recipe(prepared),
     )
 
 

@@ -29,7 +29,7 @@ from mergekit_lab.merging.inputs import open_inputs, select_tensors
 from mergekit_lab.merging.stream import merge_coordinates, merge_tensors
 from mergekit_lab.merging.subspace import SubspaceMethod, find_plain_adapters
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
-from mergekit_lab.ranges import require
+from mergekit_lab.ranges import Count, Share, check_settings
 
 _ROUNDING = 1e-12
 
@@ -56,8 +56,8 @@ class AdapterMerge:
     base: Checkpoint
     experts: Mapping[str, Checkpoint]
     method: Method
-    rank: int | None = None
-    energy: float | None = None
+    rank: Count | None = None
+    energy: Share | None = None
     ranks: dict[str, int] = field(default_factory=dict, init=False)
     left_out: list[str] = field(default_factory=list, init=False)
     exact: bool = field(default=True, init=False)
@@ -66,8 +66,7 @@ class AdapterMerge:
     _lost: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        require(self.rank is None or self.rank >= 1, "rank", self.rank, "at least 1, or null")
-        require(self.energy is None or 0 < self.energy <= 1, "energy", self.energy, "in (0, 1], or null")
+        check_settings(AdapterMerge, vars(self))
         if self.rank is None and self.energy is None and not self.is_sum and not self.is_joint:
             if not all(find_adapter(expert) for expert in self.experts.values()):
                 why = "an expert is no adapter"

@@ -67,7 +67,7 @@ class DELLA(SparsifiedMethod):
                 drawn = draw_uniform(make_counters(self.seed, expert, [segment]), delta.device)
                 torch.ge(drawn.view_as(stay), 1 - stay, out=keep[part])
                 if self.rescale == "inverse":
-                    row[part] = drop_unlikely(delta[part], keep[part], stay)
+                    row[part] = torch.where(keep[part], delta[part] / stay.to(delta.dtype), 0)
             if self.rescale == "l1":
                 row.copy_(drop_and_rescale(delta, keep, 0.0, "l1"))
         return out
@@ -102,14 +102,3 @@ def assign_probabilities(delta: Tensor, density: float, epsilon: float) -> Tenso
     ranks = torch.empty_like(rows, dtype=torch.float64)
     ranks.scatter_(1, order, torch.arange(last + 1, dtype=ranks.dtype, device=ranks.device).expand_as(ranks))
     return (density - epsilon + ranks / last * (2 * epsilon)).view(delta.shape)
-
-
-def drop_unlikely(delta: Tensor, keep: Tensor, stay: Tensor) -> Tensor:
-    """Zero the entries outside `keep` and divide each other by the probability with which it stayed.
-
-    Args:
-        delta: one expert's task vector of one tensor, any shape.
-        keep: the same shape, true where an entry stays.
-        stay: the same shape, the probabilities.
-    """
-    return torch.where(keep, delta / stay.to(delta.dtype), 0)

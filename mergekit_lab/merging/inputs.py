@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +328,10 @@ def _open_side(
     for kind in by_kind:
         if kind not in known:
             raise InputError(f"statistics hold {kind!r}, which no method takes{suggest(kind, known)}")
+
+    def without_base(specs: Specs) -> Specs:
+        return {name: spec for name, spec in specs.items() if name not in base.specs}
+
     opened = {}
     for kind in method.side_inputs:
         if kind not in by_kind:
@@ -338,7 +341,7 @@ def _open_side(
         opened[kind] = tuple(open_checkpoint(by_name[name], f"{kind} of {name}") for name in experts)
         own = {n: base.specs[n] for n in merged if method.name_side(kind, n) == n}
         if own:
-            _check_alike(own, opened[kind], f"the {kind}", partial(_drop_base, base.specs))
+            _check_alike(own, opened[kind], f"the {kind}", without_base)
         else:
             check_same_names(base, method, kind, opened[kind])
     return opened
@@ -355,10 +358,6 @@ def explain_missing_side(method: Method, kind: str) -> str:
         f"{type(method).__name__} needs a {kind} checkpoint for every expert: give {kind}s=[…] in the experts' "
         f"order, or {{name: path}}; mergekit_lab.curvature makes them"
     )
-
-
-def _drop_base(base: Specs, specs: Specs) -> Specs:
-    return {name: spec for name, spec in specs.items() if name not in base}
 
 
 def check_same_names(base: Checkpoint, method: Method, kind: str, side: Sequence[Checkpoint]) -> None:

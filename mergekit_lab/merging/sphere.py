@@ -54,12 +54,8 @@ class SphericalMethod(Method):
         return self.find_shares(name, gram, site.weights.double().cpu())
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        return add_shares(site.tensor, base, deltas, self.task_vectors)
-
-
-def add_shares(shares: Sequence[float], base: Tensor, deltas: Tensor, task_vectors: bool) -> Tensor:
-    """`Σ c_t x_t` as a change of the base."""
-    merged = torch.zeros_like(base)
-    for share, delta in zip(shares, deltas, strict=True):
-        merged.add_(delta, alpha=share)
-    return merged if task_vectors else merged.add_(base, alpha=math.fsum([*shares, -1.0]))
+        shares: Sequence[float] = site.tensor
+        merged = torch.zeros_like(base)
+        for share, delta in zip(shares, deltas, strict=True):
+            merged.add_(delta, alpha=share)
+        return merged if self.task_vectors else merged.add_(base, alpha=math.fsum([*shares, -1.0]))

@@ -153,7 +153,9 @@ class Frame:
     def find_basis(self, name: str) -> MatrixBasis:
         if getattr(self._last, "name", None) != name:
             self._last.basis = None
-            self._last.basis = self._method.find_basis(lambda: self._read_changes(name))
+            self._last.basis = self._method.find_basis(
+                lambda: (self._read_change(name, expert) for expert in self._inputs.experts)
+            )
             self._last.name = name
         basis: MatrixBasis = self._last.basis
         return basis
@@ -163,9 +165,6 @@ class Frame:
         basis = self.find_basis(name)
         coordinates = basis.project(self._read_change(name, expert))
         return coordinates.to(self._inputs.base[name].device, self._inputs.compute)
-
-    def _read_changes(self, name: str) -> Iterator[LowRankChange | Tensor]:
-        return (self._read_change(name, expert) for expert in self._inputs.experts)
 
     def _read_change(self, name: str, expert: str) -> LowRankChange | Tensor:
         def widen(values: Tensor) -> Tensor:

@@ -27,8 +27,7 @@ class TSVC(AtomMethod):
     their sum.
 
     Args:
-        rank: cap on the triplets an expert keeps of a matrix, at least 1; None keeps `int(r/T)`, which no cap
-            exceeds. Capped tensors, and those with `r < T` (nothing kept), are noted.
+        rank: as every `AtomMethod`'s.
         coefficient: `α`; 1 in the paper.
         weights: `λ_t` scales `δ_t` before its decomposition; 1 by default.
     """

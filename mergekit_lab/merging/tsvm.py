@@ -21,8 +21,7 @@ class TSVM(AtomMethod):
     """`θ0 + α U_⊥ diag(σ) V_⊥ᵀ` for matrices, `θ0 + α·mean(δ)` for other tensors.
 
     Args:
-        rank: cap on the triplets an expert keeps of a matrix, at least 1; None keeps `int(r/T)`, which
-            no cap exceeds. Capped tensors, and those with `r < T` (nothing kept), are noted.
+        rank: as every `AtomMethod`'s.
         coefficient: `α`.
         weights: `λ_t` scales `δ_t` before its decomposition; 1 by default.
     """

@@ -28,6 +28,9 @@ class AscentOptimizer(WrappedOptimizer):
             that reads it makes the ascent cheaper.
         sync_ascent: whether processes share the gradient of the ascent. With False (m-SAM), each process
             ascends its own, which needs `attach`. The gradient for the base is always shared.
+
+    Raises:
+        InputError: a hyper-parameter is out of range; `step` is called without a closure; a gradient is sparse.
     """
 
     saved_attributes: ClassVar[tuple[str, ...]] = ("rho",)

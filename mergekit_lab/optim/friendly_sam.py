@@ -37,9 +37,6 @@ class FriendlySAM(AscentOptimizer):
         rho: radius ρ ≥ 0 of the ball; 0 is the base optimizer.
         sigma: σ, the factor on the subtracted running mean; 0 is SAM.
         lmbda: λ in [0, 1], the weight of the past in the running mean.
-
-    Raises:
-        InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
     """
 
     saved_attributes: ClassVar[tuple[str, ...]] = ("sigma", "lmbda")

@@ -33,9 +33,6 @@ class PGN(AscentOptimizer):
         named_parameters, base: see `WrappedOptimizer`; names are not needed.
         rho: r ≥ 0, the distance; 0 is the base optimizer.
         alpha: α = λ/r ≥ 0; 0 is the base optimizer, 1 is SAM. The authors use 0.8.
-
-    Raises:
-        InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
     """
 
     saved_attributes: ClassVar[tuple[str, ...]] = ("alpha",)

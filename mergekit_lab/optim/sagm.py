@@ -35,9 +35,6 @@ class SAGM(AscentOptimizer):
         named_parameters, base: see `WrappedOptimizer`; names are not needed.
         rho: radius ρ ≥ 0 of the ball.
         alpha: α ≥ 0, a step length; with ρ and α 0 this is the base optimizer. The authors use 0.001.
-
-    Raises:
-        InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
     """
 
     saved_attributes: ClassVar[tuple[str, ...]] = ("alpha",)

@@ -43,9 +43,6 @@ class SAM(AscentOptimizer):
         rho: radius ρ ≥ 0 of the ball; 0 is the base optimizer. SAFT uses 0.05.
         ascent_fraction, sync_ascent: see `AscentOptimizer`.
 
-    Raises:
-        InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
-
     Example:
         >>> import torch
         >>> model = torch.nn.Linear(3, 1)

@@ -116,9 +116,6 @@ class SSAMF(SparseAscent):
         sparsity: part of all entries that is not moved, in [0, 1]; 0 is SAM, 1 the base optimizer at twice
             its cost.
         every: steps ≥ 1 between two masks. The first mask is made from the first gradient.
-
-    Raises:
-        InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
     """
 
     saved_attributes: ClassVar[tuple[str, ...]] = ("external_fisher",)
@@ -189,9 +186,6 @@ class SSAMD(SparseAscent):
         drop_rate: part of the mask that the first renewal replaces, in [0, 1].
         every: steps ≥ 1 between two renewals. The first follows the first perturbation.
         seed: draws the random choices.
-
-    Raises:
-        InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
     """
 
     saved_attributes: ClassVar[tuple[str, ...]] = ("steps", "drop_rate", "seed")

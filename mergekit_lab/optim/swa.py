@@ -24,9 +24,6 @@ class SWA(Averaging):
         start: part of `steps` before averaging starts, in [0, 1]. The authors start at 0.75.
         every: steps ≥ 1 between two weights that are averaged.
 
-    Raises:
-        InputError: a hyper-parameter is out of range; `step` is called in eval mode without a closure; a
-            gradient is sparse.
     """
 
     recordable = True

@@ -24,9 +24,6 @@ class WASAM(Averaging, SAM):
         start: part of `steps` before averaging starts, in [0, 1].
         every: steps ≥ 1 between two weights that are averaged.
         ascent_fraction, sync_ascent: see `AscentOptimizer`.
-
-    Raises:
-        InputError: a hyper-parameter out of range; `step` is called without a closure; a gradient is sparse.
     """
 
     recordable = True

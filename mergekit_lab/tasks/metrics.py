@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import wraps
-from inspect import Parameter, signature
+from inspect import signature
 
 import torch
 
@@ -27,14 +27,15 @@ MEANS: set[str] = set()
 
 
 def register_metric(*, mean: bool) -> Callable[[Metric], Metric]:
-    """Register a function as a metric under its name. It gets lists of equal length, at least one sample.
+    """Register a function of predictions and references as a metric under its name; of `sources` (the prompts)
+    too, if it has an argument of that name. It gets lists of equal length, at least one sample.
 
     Args:
         mean: whether its value is a mean over samples.
     """
 
     def register(function: Metric) -> Metric:
-        reads_sources = signature(function).parameters["sources"].default is Parameter.empty
+        reads = signature(function).parameters.get("sources")
 
         @wraps(function)
         def check_and_score(
@@ -42,7 +43,7 @@ def register_metric(*, mean: bool) -> Callable[[Metric], Metric]:
         ) -> float:
             if not len(predictions):
                 raise InputError(f"{function.__name__} needs predictions, and there are none")
-            if reads_sources and sources is None:
+            if reads and reads.default is reads.empty and sources is None:
                 raise InputError(f"{function.__name__} also needs sources (the prompts)")
             counts = {"references": references} | ({} if sources is None else {"sources": sources})
             for kind, texts in counts.items():
@@ -51,7 +52,7 @@ def register_metric(*, mean: bool) -> Callable[[Metric], Metric]:
                         f"{function.__name__}: {len(predictions)} predictions have {len(texts)} {kind}; one "
                         "each is needed"
                     )
-            return function(predictions, references, *(() if sources is None else (sources,)))
+            return function(predictions, references, *((sources,) if reads and sources is not None else ()))
 
         METRICS[function.__name__] = check_and_score
         if mean:
@@ -71,23 +72,19 @@ def normalize(text: str) -> str:
 
 
 @register_metric(mean=True)
-def accuracy(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()) -> float:
+def accuracy(predictions: Sequence[str], references: Sequence[str]) -> float:
     """The share of predictions that equal the reference, character by character."""
     return _average([p == r for p, r in zip(predictions, references, strict=True)])
 
 
 @register_metric(mean=True)
-def lenient_accuracy(
-    predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()
-) -> float:
+def lenient_accuracy(predictions: Sequence[str], references: Sequence[str]) -> float:
     """The same after `normalize` on both sides."""
     return _average([normalize(p) == normalize(r) for p, r in zip(predictions, references, strict=True)])
 
 
 @register_metric(mean=True)
-def first_character(
-    predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()
-) -> float:
+def first_character(predictions: Sequence[str], references: Sequence[str]) -> float:
     """The share of predictions that begin with the reference's first character: TRACE's ScienceQA.
 
     Leading white space counts as a character, as it does in TRACE.
@@ -96,7 +93,7 @@ def first_character(
 
 
 @register_metric(mean=True)
-def rouge_l(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()) -> float:
+def rouge_l(predictions: Sequence[str], references: Sequence[str]) -> float:
     """Mean F1 of the longest common subsequence of words (Lin 2004), by torchmetrics.
 
     Tokens are Google's: lower case, letters a-z and digits. `rouge_l_trace` is TRACE's.
@@ -108,7 +105,7 @@ def rouge_l(predictions: Sequence[str], references: Sequence[str], sources: Sequ
 
 
 @register_metric(mean=True)
-def rouge_l_trace(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()) -> float:
+def rouge_l_trace(predictions: Sequence[str], references: Sequence[str]) -> float:
     """Mean F1 of summary-level ROUGE-L, as TRACE's script computes it with PyPI's `rouge`.
 
     Sentences end at full stops, words at white space, and case counts. Hits are the distinct words in the
@@ -228,7 +225,7 @@ def _count_grams(words: Sequence[str], n: int) -> Counter[str]:
 
 
 @register_metric(mean=False)
-def matthews(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()) -> float:
+def matthews(predictions: Sequence[str], references: Sequence[str]) -> float:
     """Matthews' correlation coefficient of two labels (GLUE's CoLA), in [-1, 1]; 0 if one side is constant."""
     positive = sorted(set(references))[-1]
     p = torch.tensor([normalize(x) == normalize(positive) for x in predictions], dtype=torch.float64)
@@ -237,7 +234,7 @@ def matthews(predictions: Sequence[str], references: Sequence[str], sources: Seq
 
 
 @register_metric(mean=False)
-def spearman(predictions: Sequence[str], references: Sequence[str], sources: Sequence[str] = ()) -> float:
+def spearman(predictions: Sequence[str], references: Sequence[str]) -> float:
     """Rank correlation of numbers (GLUE's STS-B), in [-1, 1]. Text that is no number counts as 0."""
     from torchmetrics.functional.regression import spearman_corrcoef
 

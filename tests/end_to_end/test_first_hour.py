@@ -18,7 +18,7 @@ from mergekit_lab.merging.inputs import open_inputs
 from mergekit_lab.merging.jobs import count_work, plan_jobs
 from mergekit_lab.merging.stream import open_readers
 from mergekit_lab.paths import find_conf_dir
-from mergekit_lab.runs.plan import Plan, estimate_seconds
+from mergekit_lab.runs.plan import estimate_seconds, format_plan
 from mergekit_lab.store import Store
 from mergekit_lab.training import TrainingSettings
 from mergekit_lab.training.fit import Progress
@@ -139,7 +139,7 @@ def test_a_plan_prices_a_training_by_its_gradients() -> None:
 
 def test_a_first_plan_does_not_say_that_it_takes_no_time(tmp_path) -> None:
     node = SimpleNamespace(kind="experts", needs=(), content={})
-    line = Plan(Store(tmp_path), 1, {"a": node}).format_text()  # type: ignore[dict-item]
+    line = format_plan({"a": node}, (), Store(tmp_path), 1)  # type: ignore[dict-item]
     assert "0 s" not in line
     assert "unknown" in line.splitlines()[-1]
 

@@ -12,8 +12,8 @@ from reporting.test_report import ParsedPage, report
 
 from mergekit_lab import InputError
 from mergekit_lab.paths import find_conf_dir
-from mergekit_lab.reporting import Beside, compare, paper_tables, read_published, set_beside
-from mergekit_lab.reporting.paper_tables import find_conditions, find_doubt
+from mergekit_lab.reporting import Beside, compare, paper_tables, set_beside
+from mergekit_lab.reporting.paper_tables import find_conditions, find_doubt, read_published
 from mergekit_lab.reporting.published import unite
 
 FOLDER = Path(__file__).parents[2] / "mergekit_lab" / "assets" / "published"

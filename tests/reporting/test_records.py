@@ -4,8 +4,8 @@ from dataclasses import asdict, replace
 import pytest
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.reporting import deduplicate, read_records, write_records
-from mergekit_lab.reporting.records import write_text
+from mergekit_lab.reporting import read_records
+from mergekit_lab.reporting.records import deduplicate, write_records, write_text
 
 
 def test_written_records_are_read_back_equal(tmp_path, study):

@@ -9,7 +9,6 @@ no effect, as in mergekit, and a note says so. mergekit computes in `dtype`; her
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +27,6 @@ from mergekit_lab.commands.recipes.parameters import LayerSlice, RecipeParameter
 from mergekit_lab.commands.recipes.recipe import Recipe
 from mergekit_lab.errors import InputError, abbreviate, join_names, suggest
 from mergekit_lab.ranges import require, require_whole
-from mergekit_lab.yaml_files import make_values, read_yaml_text
 
 _TOP = {
     *("merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype"),
@@ -37,76 +35,6 @@ _TOP = {
 _IDLE = {"name", "random_seed", "write_readme", "normalize", "int8_mask"}
 """Keys of public recipes that mergekit takes and does not read."""
 _PARAMETERS = {"int8_mask"}.union(*DEFAULTS.values())
-
-
-def read_recipe(file: Path, seed: int = 0, folder: Path | None = None) -> Recipe:
-    """Read a mergekit YAML.
-
-    Args:
-        file: one document, or several that use each other's results by `name`; the one that no other uses is
-            the recipe, the others are its `documents`.
-        seed: of random masks.
-        folder: where the results of its documents will be, by name. None: each is taken for its base, which has
-            the same tensors.
-
-    Raises:
-        InputError: it is none, or asks for something that is not done here, by name.
-    """
-    try:
-        text = read_yaml_text(file)
-    except OSError as error:
-        raise InputError(f"recipe={file} cannot be read ({error.strerror})") from None
-    documents = make_values(text, f"recipe={file}")
-    for number, document in enumerate(documents or [None], start=1):
-        if not isinstance(document, dict) or "merge_method" not in document:
-            which = f"document {number} of recipe={file}" if len(documents) > 1 else f"recipe={file}"
-            raise InputError(f"{which} is not a mergekit recipe: it has no merge_method{_explain(document)}")
-    if len(documents) == 1:
-        return _RecipeReader(documents[0], str(file), {}).read_recipe(text, seed)
-    return _read_documents(documents, file, text, seed, folder)
-
-
-def _explain(document: Any) -> str:
-    """What a YAML is that other programs of mergekit read."""
-    keys = set(document) if isinstance(document, Mapping) else set()
-    if {"gate_mode", "experts"} & keys:
-        return "; mixtures of experts from dense models are not made here"
-    if "genome" in keys:
-        return "; weights are searched in a run, by search=evolve"
-    return ""
-
-
-def _read_documents(
-    documents: Sequence[Mapping[str, Any]], file: Path, text: str, seed: int, folder: Path | None
-) -> Recipe:
-    """Several documents, in the order in which they can be run."""
-    named: dict[str, Mapping[str, Any]] = {}
-    for number, document in enumerate(documents):
-        name = str(document.get("name") or f"document {number + 1}")
-        if name in named:
-            raise InputError(f"{file}: two documents have the name {name!r}")
-        if document.get("name") and Path(name).name != name:
-            raise InputError(f"{file}: the name {name!r} of a document is not a plain name")
-        named[name] = document
-    sources: dict[str, Any] = {name: name for name in named}
-    needs = {name: _RecipeReader(document, str(file), sources).list_used() for name, document in named.items()}
-    last = [name for name in named if not any(name in others for others in needs.values())]
-    if len(last) != 1:
-        ends = f"{join_names(last)} are used by no other" if last else "they use each other in a circle"
-        raise InputError(f"{file}: of several documents one must be the result, and {ends}")
-    done: dict[str, Recipe] = {}
-    while len(done) < len(named):
-        ready = [name for name in named if name not in done and needs[name] <= done.keys()]
-        if not ready:
-            raise InputError(
-                f"{file}: documents use each other in a circle ({join_names(named.keys() - done)})"
-            )
-        for name in ready:
-            made = {n: r.base if folder is None else str(folder / n) for n, r in done.items()}
-            done[name] = _RecipeReader(named[name], str(file), made).read_recipe(text, seed)
-    recipe = done.pop(last[0])
-    notes = [*recipe.notes, *(f"{name}: {note}" for name, document in done.items() for note in document.notes)]
-    return replace(recipe, documents=done, notes=notes)
 
 
 class _Source(NamedTuple):
@@ -129,9 +57,10 @@ class _Slice(NamedTuple):
         return [_Source(*self.base, 0, -1, {})] if self.base else []
 
 
-class _RecipeReader:
-    def __init__(self, content: Mapping[str, Any], where: str, made: Mapping[str, Any]) -> None:
-        self.where = where
+class RecipeReader:
+    """One document of a recipe; `made` are the results of others, by name."""
+
+    def __init__(self, content: Mapping[str, Any], made: Mapping[str, Any]) -> None:
         self.made = made
         self.referenced: set[str] = set()
         self.unused: set[str] = set()
@@ -141,7 +70,7 @@ class _RecipeReader:
         self.merge_method = method
         self.content = self.check_keys(self._flatten(content), _TOP | _IDLE, "the recipe")
         if ("models" in self.content) == ("slices" in self.content):
-            raise InputError(f"{where}: give either models or slices")
+            raise InputError("give either models or slices")
 
     def _flatten(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
         """The recipe with the keys of its only module at the top: so mergekit writes it beside a merge."""
@@ -154,16 +83,16 @@ class _RecipeReader:
         module = self.check_keys(modules["default"], keys, "the module default")
         rest = {key: value for key, value in content.items() if key != "modules"}
         if twice := [key for key in module if rest.get(key) is not None]:
-            raise InputError(f"{self.where}: {twice[0]} is given twice, in the module default and outside it")
+            raise InputError(f"{twice[0]} is given twice, in the module default and outside it")
         return {**rest, **module}
 
     def refuse(self, what: str, hint: str = "") -> None:
-        raise InputError(f"{self.where}: {what} is not supported{hint}")
+        raise InputError(f"{what} is not supported{hint}")
 
     def check_keys(self, node: Any, keys: set[str], what: str) -> Mapping[str, Any]:
         """A node without its null keys, if it has no others than these."""
         if not isinstance(node, Mapping):
-            raise InputError(f"{self.where}: {what} is {abbreviate(node)}; it must have keys")
+            raise InputError(f"{what} is {abbreviate(node)}; it must have keys")
         settings = {key: value for key, value in node.items() if value is not None}
         for key in settings:
             if key not in keys:
@@ -182,7 +111,7 @@ class _RecipeReader:
     def read_list(self, node: Mapping[str, Any], key: str) -> list[Any]:
         """The list under a key; nothing there is an empty one."""
         items = node.get(key) or []
-        require(isinstance(items, list), f"{self.where}: {key}", items, "a list")
+        require(isinstance(items, list), f"{key}", items, "a list")
         return items
 
     @cached_property
@@ -204,22 +133,20 @@ class _RecipeReader:
             ]
             lengths = {source.stop - source.first for source in sources}
             if len(lengths) > 1 or min(lengths, default=1) < 1:
-                raise InputError(
-                    f"{self.where}: the sources of a slice have {join_names(map(str, lengths))} layers"
-                )
+                raise InputError(f"the sources of a slice have {join_names(map(str, lengths))} layers")
             slices.append(_Slice(own, sources, self.read_parameters(node, "a slice")))
         return slices
 
     def read_layer_range(self, node: Mapping[str, Any]) -> tuple[int, int]:
         layers: Any = node.get("layer_range")
         is_pair = isinstance(layers, list) and len(layers) == 2 and all(str(n).isdecimal() for n in layers)
-        require(is_pair, f"{self.where}: layer_range", layers, "two layers' numbers")
+        require(is_pair, "layer_range", layers, "two layers' numbers")
         return int(layers[0]), int(layers[1])
 
     def read_source(self, node: Any, keys: set[str], layers: tuple[int, int] = (0, -1)) -> _Source:
         self.check_keys(node, keys, "a model")
         if "model" not in node:
-            raise InputError(f"{self.where}: an entry of models has no `model`")
+            raise InputError("an entry of models has no `model`")
         name, model = self.read_model(node["model"])
         return _Source(name, model, *layers, self.read_parameters(node, name))
 
@@ -231,9 +158,9 @@ class _RecipeReader:
         else:
             model, plus, lora = self.read_path(node).partition("+")
             if plus and not lora:
-                raise InputError(f"{self.where}: the model reference {node!r} has no adapter after its +")
+                raise InputError(f"the model reference {node!r} has no adapter after its +")
         if not model:
-            raise InputError(f"{self.where}: the model reference {abbreviate(node)} has no path")
+            raise InputError(f"the model reference {abbreviate(node)} has no path")
         if model in self.made:
             self.referenced.add(model)
         source = self.made.get(model, model)
@@ -251,13 +178,13 @@ class _RecipeReader:
             path = str(node.get("path") or "")
             return f"{path}@{node['revision']}" if path and node.get("revision") else path
         if isinstance(node, bool) or not isinstance(node, str | int | float | None):
-            raise InputError(f"{self.where}: the model reference {abbreviate(node)} is not a path")
+            raise InputError(f"the model reference {abbreviate(node)} is not a path")
         return str(node or "").strip()
 
     def read_recipe(self, text: str, seed: int) -> Recipe:
         parameters = self.read_parameters(self.content, "the recipe")
         if not any(part.sources for part in self.slices):
-            raise InputError(f"{self.where}: no models")
+            raise InputError("no models")
         rows = [self.split_roles(part) for part in self.slices]
         columns = self.align_columns([experts for _, experts in rows])
         names = [source.name for part in self.slices for source in (*part.sources, *part.named_base)]
@@ -294,7 +221,7 @@ class _RecipeReader:
         """Whether there is a base_model: in every slice, or in none."""
         based = {part.base is not None for part in self.slices}
         if len(based) > 1:
-            raise InputError(f"{self.where}: some slices have a base_model, and some have none")
+            raise InputError("some slices have a base_model, and some have none")
         return based == {True}
 
     def split_roles(self, part: _Slice) -> tuple[_Source, list[_Source]]:
@@ -305,10 +232,10 @@ class _RecipeReader:
         if twice:
             self.refuse(f"{twice[0]} twice in one slice")
         if not part.sources:
-            raise InputError(f"{self.where}: a slice has no sources")
+            raise InputError("a slice has no sources")
         if not self.based or part.base is None:
             if self.merge_method not in WITHOUT_BASE:
-                raise InputError(f"{self.where}: {self.merge_method} needs a base_model")
+                raise InputError(f"{self.merge_method} needs a base_model")
             return part.sources[0], self.select_counted(part.sources)
         name, model = part.base
         own = next((source for source in part.sources if source.name == name), None)
@@ -324,12 +251,10 @@ class _RecipeReader:
         if self.merge_method in BASE_IS_ONE_OF_ALL:
             return own, self.select_counted(part.sources)
         if not others:
-            raise InputError(f"{self.where}: no models besides the base_model")
+            raise InputError("no models besides the base_model")
         if self.merge_method in BASE_IS_FIRST:
             if len(others) != 1:
-                raise InputError(
-                    f"{self.where}: {self.merge_method} takes base_model and one other model, not {len(others)}"
-                )
+                raise InputError(f"{self.merge_method} takes base_model and one other model, not {len(others)}")
             return own, [own, *others]
         return own, self.select_counted(others)
 
@@ -337,7 +262,7 @@ class _RecipeReader:
         wanted = NUMBERS.get(self.merge_method, len(experts))
         if len(experts) != wanted:
             models = "one model" if wanted == 1 else f"{wanted} models"
-            raise InputError(f"{self.where}: {self.merge_method} takes {models}, not {len(experts)}")
+            raise InputError(f"{self.merge_method} takes {models}, not {len(experts)}")
         return experts
 
     def align_columns(self, rows: list[list[_Source]]) -> list[list[_Source | None]]:
@@ -382,8 +307,7 @@ class _RecipeReader:
             return None
         if not isinstance(template, str) or "{" not in template:
             raise InputError(
-                f"{self.where}: the chat_template {abbreviate(template)} is not supported: give its text in "
-                "Jinja, or auto"
+                f"the chat_template {abbreviate(template)} is not supported: give its text in Jinja, or auto"
             )
         return str(template)
 
@@ -391,7 +315,7 @@ class _RecipeReader:
         wanted = self.content.get("tokenizer_source")
         if self.content.get("tokenizer") is not None:
             if wanted is not None:
-                raise InputError(f"{self.where}: give either tokenizer_source or tokenizer")
+                raise InputError("give either tokenizer_source or tokenizer")
             wanted = self.tokenizer.get("source", "union")
         if wanted is None:
             return None, None
@@ -414,7 +338,7 @@ class _RecipeReader:
             columns: what the base and each expert are in every slice.
         """
         multiple = self.tokenizer.get("pad_to_multiple_of") or 1
-        require_whole(f"{self.where}: pad_to_multiple_of", multiple, 1)
+        require_whole("pad_to_multiple_of", multiple, 1)
         positions: dict[str, int] = {}
         for position, column in enumerate(columns):
             names = {source.name if source else None for source in column}
@@ -422,7 +346,7 @@ class _RecipeReader:
                 positions.setdefault(names.pop() or "", position)
         tokens = self.tokenizer.get("tokens") or {}
         right = isinstance(tokens, Mapping) and all(isinstance(t, str) and t for t in tokens)
-        require(right, f"{self.where}: tokens", tokens, "a mapping with tokens for keys")
+        require(right, "tokens", tokens, "a mapping with tokens for keys")
         return TokenPlan(
             {token: self.read_token(token, node, positions) for token, node in tokens.items()},
             multiple,
@@ -434,7 +358,7 @@ class _RecipeReader:
         settings = self.check_keys(node, {"source", "force"}, what)
         source, forced, name = settings.get("source"), settings.get("force", False), None
         if source is None or type(forced) is not bool:
-            raise InputError(f"{self.where}: {what} needs a source, and its force is true or false")
+            raise InputError(f"{what} needs a source, and its force is true or false")
         if isinstance(source, Mapping) and "kind" in source:
             keys = {"zero": {"kind"}, "model_token": {"kind", "model", "token", "token_id"}}
             if source["kind"] not in ("zero", "model_token"):
@@ -446,13 +370,11 @@ class _RecipeReader:
                 return TokenSource(None, None, forced)
             name = source.get("token", source.get("token_id"))
             if ("token" in source) == ("token_id" in source) or type(name) not in (str, int):
-                raise InputError(f"{self.where}: the source of {what} needs either token or token_id")
+                raise InputError(f"the source of {what} needs either token or token_id")
             source = source.get("model")
         model = self.read_model(source)[0]
         if model not in positions:
-            raise InputError(
-                f"{self.where}: {model}, the source of {what}, is none of the models that are merged"
-            )
+            raise InputError(f"{model}, the source of {what}, is none of the models that are merged")
         return TokenSource(positions[model], name, forced)
 
 
