@@ -69,7 +69,7 @@ OF_LIBRARIES = {
 }
 NAMED_BY_USERS = {"tasks/metrics.py", "tasks/packaged_texts.py"}
 """A public function in these files is a metric or a corpus, and configurations name it."""
-LOOKED_UP = re.compile(r"on_(train|validation|step|save|load)_|stage_|test_|pytest_|handle_|do_[A-Z]")
+LOOKED_UP = re.compile(r"on_(train|validation|fit|step|save|load)_|stage_|test_|pytest_|handle_|do_[A-Z]")
 """Hooks of Lightning and transformers; stages of a run; tests, and hooks of pytest and of servers."""
 
 
