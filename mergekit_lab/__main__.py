@@ -1,5 +1,7 @@
 """`python -m mergekit_lab +experiment=quickstart`, or `mergekit-lab` alike."""
 
+import atexit
+import gc
 import os
 import sys
 from pathlib import Path
@@ -67,6 +69,7 @@ def run() -> None:
     from mergekit_lab.workers import leave, raise_on_sigterm
 
     outlive_console()
+    atexit.register(gc.freeze)  # Python would look for garbage among all that torch made: half a second
     is_script = Path(sys.argv[0]).stem == "mergekit-lab"
     text = answer(sys.argv[1:], "mergekit-lab" if is_script else "python -m mergekit_lab")
     if text is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -71,3 +73,11 @@ def compile_model(model: nn.Module, use: Callable[[nn.Module], object], setting:
                 buffer.copy_(kept[name])
     log.info("compiled in %.1f s", time.monotonic() - begun)
     return compiled
+
+
+def end_compilers() -> None:
+    """Let the processes that compile end while other work goes on: torch would wait for them at exit."""
+    compilers = sys.modules.get("torch._inductor.async_compile")
+    end = getattr(compilers, "shutdown_compile_workers", None)
+    if end is not None:
+        threading.Thread(target=end, daemon=True).start()

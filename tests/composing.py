@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository, ConfigResult
@@ -116,5 +117,23 @@ def merge_command(tmp_path: Path, *arguments: str) -> None:
     start(cfg, tmp_path / "run", choices, list(arguments))
 
 
+def go(folder: Path, store: Path, *overrides: str) -> None:
+    """A run of `TINY` with these settings."""
+    cfg, choices = compose_config([*TINY, f"store.root={store}", *overrides])
+    start(cfg, folder, choices, list(overrides))
+
+
 def to_plain(cfg):
     return OmegaConf.to_container(cfg, resolve=True)
+
+
+@pytest.fixture(autouse=True)
+def _no_hydra_left_behind():
+    yield
+    GlobalHydra.instance().clear()
+    HydraConfig.instance().cfg = None
+
+
+@pytest.fixture(scope="session")
+def session_store(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("store")

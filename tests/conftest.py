@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from golden import Golden
     from tiny import TinyEncoder
     from torch import Tensor
 
@@ -36,6 +37,13 @@ def head() -> Tensor:
     import torch
 
     return torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="session")
+def golden() -> Golden:
+    from golden import Golden
+
+    return Golden()
 
 
 @pytest.fixture(scope="module", autouse=True)

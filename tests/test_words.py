@@ -16,7 +16,7 @@ NODES = [
     if file.parent.name != "when_it_helps"
     for node in ast.walk(ast.parse(file.read_text()))
 ]
-VAGUE = {"found", "given", "place", "places", "said", "told"}
+VAGUE = {"found", "given", "place", "places", "res", "said", "stuff", "tmp", "told"}
 PARTICIPLE = re.compile(r"_*(?!embed|need|seed)([a-z]+ed|found|given|kept|made|met|said|sent|shown|told)$")
 
 VERBS = set(

@@ -16,7 +16,7 @@ from mergekit_lab.machine import count_cores
 from mergekit_lab.workers import Pool, run_together, stop
 
 
-def test_jobs_that_fail_or_die_are_told_and_the_others_go_on(tmp_path, monkeypatch) -> None:
+def test_jobs_that_fail_or_die_are_reported_and_the_others_go_on(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     pool, done = Pool(["cuda:1", "cuda:0"]), []

@@ -243,21 +243,16 @@ def draw_steps(g: Gallery) -> None:
         for name in ("adamw", "asam")
     }
 
-    def collect_curves(value: Callable[[Any], float]) -> dict[str, Any]:
+    def get_curves(value: Callable[[Any], float]) -> dict[str, Any]:
         return {
             OPTIMIZERS[name]: ([p["steps"] for p in data["points"]], [100 * value(p) for p in data["points"]])
             for name, data in analyses.items()
         }
 
     panels: list[Chart] = [
+        chart_lines("experts", "steps", "mean value (%)", get_curves(lambda p: mean(p["experts"].values()))),
         chart_lines(
-            "experts", "steps", "mean value (%)", collect_curves(lambda p: mean(p["experts"].values()))
-        ),
-        chart_lines(
-            "merged",
-            "steps",
-            "mean value (%)",
-            collect_curves(lambda p: p["mergers"]["task_arithmetic"]["value"]),
+            "merged", "steps", "mean value (%)", get_curves(lambda p: p["mergers"]["task_arithmetic"]["value"])
         ),
     ]
     g.draw("steps", "Experts and task arithmetic over steps of fine-tuning, validation", panels)
@@ -327,7 +322,7 @@ def draw_own(g: Gallery, name: str) -> None:
 
 
 PARTS = {
-    part.__name__: part
+    part.__name__.removeprefix("draw_"): part
     for part in (
         report,
         draw_planes,

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arms import BATCH, DECAY, LR, SEEDS, SOURCE, WITH_FISHERS, Bench, run_job
+from arms import BATCH, DECAY, LR, SEEDS, SOURCE, WITH_FISHERS, JobBench, run_job
 
 from mergekit_lab.tasks.text import find_data_folder
 
@@ -81,7 +81,7 @@ def is_busy(options: argparse.Namespace) -> bool:
 def work(options: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    bench = Bench(options)
+    bench = JobBench(options)
     for arm, seed in claim_jobs(options):
         try:
             run_job(bench, arm, seed)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bench import Language, Vision
+from bench import LlamaProblem, Vision
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -80,7 +80,7 @@ def make_mover(theta: list[Tensor], entries: int, fused: bool) -> Callable[[], N
 def main() -> None:
     timings = {}
     device = torch.device("cuda")
-    for name, problem in (("vision", Vision), ("language", Language)):
+    for name, problem in (("vision", Vision), ("language", LlamaProblem)):
         theta = [p.detach() for p in problem(device, False).make_model().to(device).parameters()]
         for power in (24, 23, 22, 21, 20, 19):
             for fused in (False, True):

@@ -26,6 +26,7 @@ from cells import (
     EPIMERS,
     FIXED,
     GROUPS,
+    MEASURED,
     MERGERS,
     ON_AXES,
     RHOS,
@@ -57,7 +58,7 @@ of the average's step."""
 
 Array = npt.NDArray[np.float64]
 
-WHERE_MEASURED = ("pretraining", "batch", "distance")
+WHERE_MEASURED = ("pretraining", *MEASURED["axes"])
 """Axes along which the sign changes, and experts were measured."""
 
 
@@ -277,43 +278,36 @@ def predictions(results: Results, world: str) -> str:
 
 def predictions_along(results: Results) -> str:
     """Rank correlations of what was measured with SAM's and ASAM's gains where their sign changes."""
-    settings = dict.fromkeys(
-        k[1:3] for k, line in results.items()
-        if k.world == "glyphs" and k.axis in ("main", *WHERE_MEASURED) and k.arm in RHOS and "measures" in line
-    )  # fmt: skip
+    measured = [k[:4] for k, line in results.items() if "measures" in line]
+    settings = [
+        setting for setting in dict.fromkeys(k[1:3] for k in results)
+        if setting[0] in ("main", *WHERE_MEASURED)
+        and all(measured.count(("glyphs", *setting, arm)) > 1 for arm in ("adamw", *RHOS))
+    ]  # fmt: skip
     if len(settings) < 5:
         return ""
     columns = (*ON_AXES, "experts")
     text = (
         "## glyphs: what predicts the sign?\n\nSpearman's ρ with the gains of SAM and ASAM at AdamW's steps, "
-        f"over {len(settings)} settings: the main one, along {', '.join(WHERE_MEASURED)}. Of a measure as it "
-        "differs from AdamW's, then of AdamW's own. In brackets: of how many points the sign follows from the "
-        "measure's rise (AdamW's own: from being above its median), in the direction that fits better.\n\n"
+        f"over {len(settings)} settings, of two seeds or three: the main one, and along "
+        f"{', '.join(dict.fromkeys(s[0] for s in settings if s[0] != 'main'))}. First of a measure as it "
+        "differs from AdamW's, then of AdamW's own. In brackets p, from permuted settings, SAM's and ASAM's "
+        "together; a star: p < .05 by Holm's correction for all of these.\n\n"
     )
-    rows, limits = [], []
-    for own in (False, True):
-        for name in MEASURES:
-            row = [f"AdamW's {name}" if own else name]
-            for column in columns:
-                points = np.array([[point_along(results, setting, arm, name, column, own) for arm in RHOS]
-                                   for setting in settings])  # fmt: skip
-                x, y = points[..., 0], points[..., 1]
-                high = x > (np.median(x) if own else 0)
-                agree = int((high == (y > 0)).sum())
-                rank = spearmanr(x.ravel(), y.ravel()).statistic
-                row.append(f"{rank:+.2f} ({max(agree, x.size - agree)})")
-                limits.append(chance_of(x, y))
-            rows.append(row)
-    gains = [
-        [point_along(results, p, arm, "norm", c, False)[1] for p in settings for arm in RHOS] for c in columns
+    said: dict[tuple[str, str], str] = {}
+    chances: dict[tuple[str, str], float] = {}
+    for own, name, column in product((False, True), MEASURES, columns):
+        points = np.array([[point_along(results, setting, arm, name, column, own) for arm in RHOS]
+                           for setting in settings])  # fmt: skip
+        place = (f"AdamW's {name}" if own else name, column)
+        rank, chances[place] = permute_settings(points[..., 0], points[..., 1])
+        said[place] = f"{rank:+.2f} ({chances[place]:.2g})"
+    stars = {place for place, p in holm(chances).items() if p < 0.05}
+    rows = [
+        [name, *(said[name, c] + " \\*" * ((name, c) in stars) for c in columns)]
+        for name in dict.fromkeys(name for name, _ in said)
     ]
-    common = [str(max(n := sum(g > 0 for g in each), len(each) - n)) for each in gains]
-    rows.append([f"the commoner sign, of {2 * len(settings)}", *common])
-    text += markdown(("measure", *columns), rows) + "\n"
-    return text + (
-        f"By chance |ρ| stays below {min(limits):.2f} to {max(limits):.2f} in 95 of 100 cases: settings were "
-        f"permuted, SAM's and ASAM's together. That is of one test; there are {len(limits)}.\n"
-    )
+    return text + markdown(("measure", *columns), rows) + "\n"
 
 
 def point_along(
@@ -328,12 +322,14 @@ def point_along(
     return statistics.mean(v for v in known if v is not None), point[1]
 
 
-def chance_of(x: Array, y: Array, draws: int = 2000) -> float:
-    """Below which |ρ| stays in 95 of 100 permutations of the settings `[settings, arms]`."""
+def permute_settings(x: Array, y: Array, draws: int = 20000) -> tuple[float, float]:
+    """Spearman's ρ of `[settings, arms]`, and how often permuted settings have as large a one."""
     ranks = [zscore(rankdata(each)).reshape(each.shape) for each in (x, y)]
     order = np.random.default_rng(0).permuted(np.tile(np.arange(len(x)), (draws, 1)), axis=1)
-    found = (ranks[1][order] * ranks[0]).mean((1, 2))
-    return float(np.quantile(abs(found), 0.95))
+    cross = ranks[0] @ ranks[1].T / x.size
+    rank = float(cross.trace())
+    found = cross[np.arange(len(x)), order].sum(1)
+    return rank, float((1 + (abs(found) >= abs(rank) - 1e-9).sum()) / (1 + draws))
 
 
 def alignment_table(results: Results) -> str:
@@ -362,10 +358,12 @@ def alignment_table(results: Results) -> str:
         ranks.append(
             [f"the same of SAM's or ASAM's own cosine, {name} {len(cells)}", "", *(f"{r:+.2f}" for r in found)]
         )
-    after = [cell for cell in groups["but for ρ"] if cell[1] == "pretraining" or cell[2].endswith("1200")]
-    before = [cell for cell in groups["but for ρ"] if cell not in after]
-    texts = [cell for cell in known if cell[:2] == ("minilm", "rho")]
-    sets = {"but for ρ": groups["but for ρ"], "before the rule": before, "after": after, "minilm's ρ": texts}
+    sets = {
+        "before the rule": [c for c in groups["but for ρ"] if c[1] != "pretraining" and "1200" not in c[2]],
+        "after it, 1,200 steps": [c for c in known if "1200" in c[2]],
+        "after it, second pretraining": [c for c in known if c[1] == "pretraining"],
+        "after it, minilm's ρ": [c for c in known if c[:2] == ("minilm", "rho")],
+    }
     for name, cells in sets.items():
         gains = {m: [known[c][m] for c in cells] for m in columns}
         obey = [sum((gain > 0) == (rise < 0.012) for rise, gain in g) for g in gains.values()]
@@ -390,9 +388,12 @@ def rho_table(results: Results) -> str:
         moved = statistics.mean(line["norm"] / line["base_norm"] for line in lines)
         cell = (world, axis, value, arm)
         gains = [spread(results.gains(*cell, c), "+.1f") + " \\*" * ((cell, c) in stars) for c in columns]
-        rows.append((arm, share, [arm, f"{share:.1e}", world, value or "1", f"{moved:.4f}", *gains]))
+        of_vector = f"{share / moved:.2g}"
+        rows.append((arm, share, [arm, f"{share:.1e}", of_vector, world, value or "1", f"{moved:.4f}", *gains]))
     rows.sort(key=lambda row: row[:2])
-    head = ("arm", "ρ / base's norm", "world", "times ρ", "task vector's norm / base's", *columns)
+    head = (
+        "arm", "ρ / base's norm", "ρ / task vector's", "world", "times ρ", "task vector's / base's", *columns
+    )  # fmt: skip
     return (
         "## ρ relative to the base's norm\n\nGain in points. Stars as along ρ above, for each world's tests; "
         "the main arms (1) have their own.\n\n" + markdown(head, (r[2] for r in rows)) + "\n"

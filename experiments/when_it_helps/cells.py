@@ -95,6 +95,8 @@ PRETRAININGS = {
 """Of another seed: bases that stopped early, while the learning rate was high, and such that end early."""
 SAME_COST_AT = {"pretraining": tuple(PRETRAININGS)[:4], "batch": ("256",)}
 """Where SAM and ASAM gain at AdamW's steps, or may."""
+HALF_STEPS = "256 x 150"
+"""Batch and steps of AdamW alone: as few steps as SAM and ASAM have at equal cost."""
 MEASURED = {"axes": ("batch", "distance"), "arms": ("adamw", *RHOS)}
 """Cells whose curvature, linearity and disentanglement are measured apart."""
 COUNTS = (2, 4, 6)
@@ -117,7 +119,7 @@ ALONG: dict[str, tuple[str | None, ...]] = {
     "tasks": (*map(str, COUNTS), None),
     "likeness": ("unlike", "four alphabets", "alike", "one alphabet"),
     "rho": ("0.1", "0.2", "0.25", "0.5", None, "2", "4", "10"),
-    "batch": ("16", None, "256"),
+    "batch": ("16", None, HALF_STEPS, "256"),
 }  # fmt: skip
 """The values of each axis in order; None is the main cell."""
 
@@ -251,6 +253,9 @@ def _further(bases: Path | None) -> Iterator[Cell]:
     for seed, (axis, values), arm in product(SEEDS, SAME_COST_AT.items(), SAME_COST):
         for value in (v for v in values if v in axes.get(axis, {})):
             yield Cell("glyphs", axis, value, arm, seed, (*OTHERS[arm], *axes[axis][value]))
+    for seed in SEEDS:
+        lines = (*CORE["adamw"], "training.batch_size=256", "training.steps=150")
+        yield Cell("glyphs", "batch", HALF_STEPS, "adamw", seed, lines)
     for seed, axis, arm in product(SEEDS, MEASURED["axes"], MEASURED["arms"]):
         for value, changes in axes.get(axis, {}).items():
             lines = (*CORE[arm], *changes)

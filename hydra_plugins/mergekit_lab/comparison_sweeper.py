@@ -162,11 +162,11 @@ class ComparisonSweeper(BasicSweeper):
         return runs
 
     def _print_plan(self, arguments: list[str]) -> None:
-        from mergekit_lab.runs.plan import Plan
+        from mergekit_lab.runs.plan import describe_plan
 
         runs = self.make_runs(self.list_jobs(arguments))
         if runs:
-            print(Plan.unite(list(runs.values())).format_text())
+            print(describe_plan(list(runs.values())))
 
     def _train_first(self, jobs: Sequence[Sequence[str]]) -> None:
         """Each shared training once; what fails is named by the jobs that need it, which do not try again."""

@@ -5,7 +5,9 @@ A suggestion without a study behind it says so. New studies change the texts her
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median_low
 
 import torch
 
@@ -34,43 +36,35 @@ class Advice:
 
 def advise(measured: Interference) -> list[Advice]:
     """Suggestions for merging these experts, the method first; or why there is nothing to merge."""
-    unmoved = [
-        _say_unmoved(name)
-        for name, norm in zip(measured.experts, measured.total.norms, strict=True)
-        if norm == 0
+    norms = dict(zip(measured.experts, measured.total.norms.tolist(), strict=True))
+    moved = [name for name, norm in norms.items() if norm > 0]
+    advice = [
+        Advice(
+            text=f"leave {name} out, or check whether it is the right checkpoint",
+            because=f"{name} equals the base: its task vector is zero",
+            evidence="none needed",
+        )
+        for name in norms
+        if name not in moved
     ]
-    moved = len(measured.experts) - len(unmoved)
-    if moved == 0:
-        return unmoved
-    if moved == 1:
-        return [*unmoved, _advise_on_one(measured)]
-    if _measure_gap(measured) < _ALIKE:
-        return [*unmoved, _advise_on_equals(measured), *_advise_scales(measured), *_advise_norms(measured)]
+    if len(moved) == 1:
+        advice.append(
+            Advice(
+                text=f"nothing to merge: use {moved[0]} itself, or give two experts or more",
+                because=f"{moved[0]} is the only expert with a task vector",
+                evidence="none needed",
+            )
+        )
+    if len(moved) < 2:
+        return advice
+    alike = _measure_gap(measured) < _ALIKE
+    advice += [_advise_on_equals(measured)] if alike else [_advise_method(measured), _advise_on_rank(measured)]
     return [
-        *unmoved,
-        _advise_method(measured),
-        _advise_on_rank(measured),
+        *advice,
         *_advise_scales(measured),
-        *_advise_norms(measured),
-        *_advise_pairs(measured),
+        *_advise_norms(norms),
+        *([] if alike else [_advise_pairs(measured)]),
     ]
-
-
-def _say_unmoved(name: str) -> Advice:
-    return Advice(
-        text=f"leave {name} out, or check whether it is the right checkpoint",
-        because=f"{name} equals the base: its task vector is zero",
-        evidence="none needed",
-    )
-
-
-def _advise_on_one(measured: Interference) -> Advice:
-    (name,) = (n for n, norm in zip(measured.experts, measured.total.norms, strict=True) if norm > 0)
-    return Advice(
-        text=f"nothing to merge: use {name} itself, or give two experts or more",
-        because=f"{name} is the only expert with a task vector",
-        evidence="none needed",
-    )
 
 
 def _advise_on_equals(measured: Interference) -> Advice:
@@ -94,8 +88,8 @@ def _advise_method(measured: Interference) -> Advice:
         evidence="three seeds each. Eight tasks (experiments/when_it_helps): of images, average 68.1, task "
         "arithmetic 79.6, TSV-M 86.2; of texts, MiniLM, 64.9, 72.0, 77.5. A language model, six tasks scored "
         "(experiments/mergopt_smollm2): experts 76.5, average 36.9, task arithmetic 39.6, TIES 45.6, TSV-M "
-        "56.8 ± 1.9, EpiMer 58.9 ± 2.9. EpiMer needs Fishers; it is ahead of TSV-M in 34 of 57 merges of "
-        "images, by .2 points, within chance, and in 1 of 3 of MiniLM. docs/which_to_choose.md says how sure "
+        "56.8 ± 1.9, EpiMer 58.9 ± 2.9. EpiMer needs Fishers; it is ahead of TSV-M in 44 of 72 merges of "
+        "images, by .15 points, within chance, and in 1 of 3 of MiniLM. docs/which_to_choose.md says how sure "
         "this is",
     )
 
@@ -134,30 +128,27 @@ def _advise_scales(measured: Interference) -> list[Advice]:
     ]
 
 
-def _advise_norms(measured: Interference) -> list[Advice]:
-    norms = measured.total.norms
-    typical = float(norms.median())
+def _advise_norms(norms: Mapping[str, float]) -> list[Advice]:
+    typical = median_low(norms.values())
     return [
         Advice(
             text=f"look at {name} first: give it a smaller weight (merger.weights) or fewer training steps",
-            because=f"its task vector is {float(norm) / typical:.1f} times as long as the median one",
+            because=f"its task vector is {norm / typical:.1f} times as long as the median one",
             evidence="not studied yet",
         )
-        for name, norm in zip(measured.experts, norms, strict=True)
-        if typical > 0 and float(norm) > _LONG * typical
+        for name, norm in norms.items()
+        if typical > 0 and norm > _LONG * typical
     ]
 
 
-def _advise_pairs(measured: Interference) -> list[Advice]:
+def _advise_pairs(measured: Interference) -> Advice:
     low, high = (float(x) for x in torch.aminmax(_select_pairs(measured)))
-    return [
-        Advice(
-            text="evaluate merges: the pairs above show where task vectors collide, not what a merge loses",
-            because=f"cosines between {low:.2f} and {high:.2f}",
-            evidence="over 28 pairs of experts of one optimizer, no measure of direction ranked what a merge "
-            "loses: Spearman's ρ was −0.2 to 0.2, for predicted harm 0.1 (experiments/diagnose)",
-        )
-    ]
+    return Advice(
+        text="evaluate merges: the pairs above show where task vectors collide, not what a merge loses",
+        because=f"cosines between {low:.2f} and {high:.2f}",
+        evidence="over 28 pairs of experts of one optimizer, no measure of direction ranked what a merge "
+        "loses: Spearman's ρ was −0.2 to 0.2, for predicted harm 0.1 (experiments/diagnose)",
+    )
 
 
 def _select_pairs(measured: Interference, matrix: torch.Tensor | None = None) -> torch.Tensor:

@@ -25,7 +25,7 @@ from mergekit_lab.merging import Method
 from mergekit_lab.merging.devices import Devices
 from mergekit_lab.merging.inputs import Source, Sources, list_patterns
 from mergekit_lab.ranges import require
-from mergekit_lab.schema.target import Target
+from mergekit_lab.schema.target import Target, without_null_coefficient
 
 if TYPE_CHECKING:
     from mergekit_lab.commands.recipes import Recipe
@@ -236,7 +236,6 @@ class MergeCheckpoints:
 
     def _make_method(self) -> Method:
         from mergekit_lab.schema.check import build
-        from mergekit_lab.schema.methods import without_null_coefficient
 
         assert self.merger is not None
         return build(without_null_coefficient(self.merger)[0], Method)

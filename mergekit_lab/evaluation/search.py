@@ -137,12 +137,7 @@ def search_halving(
         coefficients: two or more to begin with.
         experts, at, reached: as `search_grid` takes them.
         refine: how often the distance to the neighbors is halved around the best.
-
-    Raises:
-        InputError: fewer than two coefficients.
     """
-    if len(coefficients) < 2:
-        raise InputError(f"halving needs two or more coefficients, got {list(coefficients)}")
     normalize(dict.fromkeys(experts, 0.0), experts)
     left, curve = list(coefficients), []
     for share in _SHARES:

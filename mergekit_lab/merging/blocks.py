@@ -184,7 +184,7 @@ class Reader:
     @cached_property
     def pools(self) -> bool:
         """Whether blocks hold several tensors."""
-        return self.method.pools and not self.method.weights_by_tensor and self.device.type != "cpu"
+        return self.method.pools and not self._weighs_by_tensor and self.device.type != "cpu"
 
     def read(self, piece: list[Segment], flat: Flat) -> tuple[Tensor, Tensor]:
         """`θ0 [n]` and `δ [T, n]` of a block; on a CPU valid until the next one is read through this `flat`."""
@@ -192,12 +192,17 @@ class Reader:
         size, where = _count_entries(piece), (self.inputs.compute, self.device)
         base = flat.allocate("base", 1, size, *where)
         deltas = flat.allocate("deltas", len(rows), size, *where)
-        fill(base, [first])
-        if len(piece) == 1 and all(row[0].dtype == base.dtype and row[0].device == base.device for row in rows):
-            for slot, parts in zip(deltas, rows, strict=True):
-                torch.sub(parts[0].reshape(-1), base[0], out=slot)
+        if len(piece) > 1 or any(row[0].device != base.device for row in (first, *rows)):
+            fill(base, [first])
+            fill(deltas, rows)
+            return base[0], deltas.sub_(base)
+        one, *each = (row[0].reshape(-1) for row in (first, *rows))
+        if all(values.dtype == base.dtype for values in each):
+            base[0].copy_(one)
+            for slot, values in zip(deltas, each, strict=True):
+                torch.sub(values, base[0], out=slot)
             return base[0], deltas
-        fill(deltas, rows)
+        torch._foreach_copy_([base[0], *deltas.unbind()], [one, *each])
         return base[0], deltas.sub_(base)
 
     def read_base(self, name: str) -> Tensor:
@@ -268,12 +273,16 @@ class Reader:
 
     def _resolve_weights(self, name: str) -> tuple[Tensor, bool]:
         """`λ` of a tensor, and whether all are 1; made once unless they differ between tensors."""
-        key = name if self.method.weights_by_tensor else ""
+        key = name if self._weighs_by_tensor else ""
         if key not in self._known_weights:
             values = self.method.weigh_experts(self.experts, name)
             tensor = torch.tensor(values, dtype=self.inputs.compute, device=self.device)
             self._known_weights[key] = tensor, all(value == 1 for value in values)
         return self._known_weights[key]
+
+    @cached_property
+    def _weighs_by_tensor(self) -> bool:
+        return self.method.weights_by_tensor
 
     @cached_property
     def _known_weights(self) -> dict[str, tuple[Tensor, bool]]:

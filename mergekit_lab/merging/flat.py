@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import reduce
 
 import torch
@@ -50,19 +51,24 @@ class Flat:
             if segment.stop - segment.start < rows[0].numel():
                 rows = [row.reshape(-1) for row in rows]
             self._rows[segment.name] = rows
-        if segment.stop - segment.start == rows[0].numel():
+        size = segment.stop - segment.start
+        if size == rows[0].numel():
             return rows
-        return [row[segment.start : segment.stop] for row in rows]
+        return [row.narrow(0, segment.start, size) for row in rows]
 
 
 def allocate_result(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialized tensor. On a CPU a large one has pages of its own, which the system has back as soon as
-    it is freed: malloc keeps up to half a gigabyte of freed results.
+    it is freed: malloc keeps up to half a gigabyte of freed results. They are large where the system allows it:
+    to get small ones takes a fifth of the time of a merge.
     """
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < _OWN_PAGES or not hasattr(mmap, "MAP_PRIVATE"):
         return torch.empty(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import count
 from typing import Any
 
 from mergekit_lab.reporting.encoding import (
@@ -76,7 +75,7 @@ def chart_lines(
         logarithmic, logarithmic_x: the scale of y, of x; y stays linear where a value is not positive.
     """
     if looks is None:
-        looks = dict(zip(curves, map(Look.choose, count()), strict=False))
+        looks = {name: Look.choose(number) for number, name in enumerate(curves)}
     logarithmic = logarithmic and all(v > 0 for _, ys in curves.values() for v in ys if math.isfinite(v))
     values: list[Chart] = []
     for name, (xs, ys) in curves.items():

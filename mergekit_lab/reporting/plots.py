@@ -97,10 +97,12 @@ def draw_costs(table: Table, folder: Path) -> list[Figure]:
     panels = []
     for group in table.groups:
         for name, points in costs.items():
+            placed = [(x, row.normalized.mean or 0.0) for x, row in points]
+            limits = [(min(column), max(column)) for column in zip(*placed, strict=True)]
             own = [(x, row) for x, row in points if row.group == group]
-            front = find_front([(x, row.normalized.mean or 0.0) for x, row in points])
-            title = make_title(group, "")
-            panels += [charts.chart_costs(title, own, names, front, name, _limit(points))] * bool(own)
+            if own:
+                title, front = make_title(group, ""), find_front(placed)
+                panels.append(charts.chart_costs(title, own, names, front, name, limits))
     if not panels:
         return []
     heading = "Normalized accuracy (%) over what a model took"
@@ -109,12 +111,6 @@ def draw_costs(table: Table, folder: Path) -> list[Figure]:
         "measured; nothing cheaper is better than those on the dashed line."
     )
     return [Figure(save_figure(folder / "cost.png", heading, panels, 2 if len(costs) == 2 else 3), text)]
-
-
-def _limit(points: Sequence[tuple[float, Row]]) -> list[tuple[float, float]]:
-    """Lowest and highest cost and value."""
-    columns = zip(*((x, row.normalized.mean or 0.0) for x, row in points), strict=True)
-    return [(min(column), max(column)) for column in columns]
 
 
 def find_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -163,9 +159,8 @@ def _chart_curves(curves: Curves, measure: str) -> Chart:
         name: ([point["step"] for point in points], [factor * point[measure] for point in points])
         for name, points in known.items()
     }
-    looks = {name: Look.choose(number) for number, name in enumerate(curves)}
     logarithmic = measure != "val_accuracy"
-    return figures.chart_lines(_MEASURES[measure], "step", "", series, looks, logarithmic=logarithmic)
+    return figures.chart_lines(_MEASURES[measure], "step", "", series, logarithmic=logarithmic)
 
 
 def draw_searches(groups: Mapping[str, Searches], order: Sequence[str], folder: Path) -> list[Figure]:

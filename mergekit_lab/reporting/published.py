@@ -26,7 +26,7 @@ from mergekit_lab.reporting.paper_tables import (
     replace_settings,
 )
 from mergekit_lab.reporting.records import write_text
-from mergekit_lab.reporting.writing import escape_markdown, join_markdown
+from mergekit_lab.reporting.writing import escape_cell, join_markdown
 
 log = logging.getLogger(__name__)
 
@@ -259,17 +259,17 @@ def write_published(rows: Sequence[Beside], notes: Sequence[str] = ()) -> str:
     lines = [
         HEADER,
         ["---"] * 4 + ["---:"] * 3,
-        *(map(escape_markdown, texts) for texts in format_numbers(rows)),
+        *(map(escape_cell, texts) for texts in format_numbers(rows)),
     ]
     parts = [
         "\n".join(map(join_markdown, lines)) if rows else "",
-        "\n".join(f"- {escape_markdown(n)}" for n in notes),
+        "\n".join(f"- {escape_cell(n)}" for n in notes),
         "\n".join(_describe(basis) for basis in list_bases(rows) if basis.equal or basis.unprinted),
     ]
     return "\n\n".join([f"## {TITLE}", *filter(None, parts)])
 
 
 def _describe(basis: Basis) -> str:
-    parts = [f"- {escape_markdown(basis.name)}", f"  - equal: {escape_markdown(basis.equal)}"]
-    parts += [f"  - not printed: {escape_markdown(basis.unprinted)}"] if basis.unprinted else []
+    parts = [f"- {escape_cell(basis.name)}", f"  - equal: {escape_cell(basis.equal)}"]
+    parts += [f"  - not printed: {escape_cell(basis.unprinted)}"] if basis.unprinted else []
     return "\n".join(parts)

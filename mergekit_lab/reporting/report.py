@@ -28,7 +28,7 @@ from mergekit_lab.reporting.records import Failure, Record, Timing, deduplicate,
 from mergekit_lab.reporting.run_files import RunFiles, read_run
 from mergekit_lab.reporting.summary import describe
 from mergekit_lab.reporting.tables import AXES, Table
-from mergekit_lab.reporting.writing import escape_markdown, to_csv, to_latex, to_markdown
+from mergekit_lab.reporting.writing import escape_cell, to_csv, to_latex, to_markdown
 
 log = logging.getLogger(__name__)
 
@@ -189,8 +189,8 @@ def _write_summary(page: html.Page) -> str:
     ]
     failures = [f"{f.run} {' '.join(f.overrides)}: {_take_first_line(f.error)}" for f in page.failures]
     parts = [
-        f"# {escape_markdown(page.title)}",
-        escape_markdown(page.summary),
+        f"# {escape_cell(page.title)}",
+        escape_cell(page.summary),
         _itemize(page.warnings, "## Warnings"),
         to_markdown(page.table).rstrip("\n") if page.table.rows else "",
         write_published(page.published, page.published_notes),
@@ -205,13 +205,13 @@ def _write_summary(page: html.Page) -> str:
 def _write_origin(origin: Origin | None) -> str:
     if origin is None:
         return ""
-    facts = "".join(f"- {name}: {escape_markdown(value)}\n" for name, value in origin.list_facts())
+    facts = "".join(f"- {name}: {escape_cell(value)}\n" for name, value in origin.list_facts())
     fence = "````" if "```" in origin.command else "```"
     return f"## Reproduce\n\n{fence}\n{origin.command}\n{fence}\n\n{facts}".rstrip()
 
 
 def _itemize(lines: Sequence[str], heading: str = "") -> str:
-    items = "\n".join(f"- {escape_markdown(line)}" for line in lines)
+    items = "\n".join(f"- {escape_cell(line)}" for line in lines)
     return "\n\n".join(filter(None, (heading, items))) if lines else ""
 
 

@@ -21,13 +21,13 @@ def to_markdown(table: Table | CrossTable) -> str:
     """A GitHub-flavored table and its notes; the best of a column is bold."""
     sheet = table.make_sheet()
     lines = [
-        join_markdown(map(escape_markdown, (*sheet.names, *sheet.columns, *sheet.texts))),
+        join_markdown(map(escape_cell, (*sheet.names, *sheet.columns, *sheet.texts))),
         join_markdown(["---"] * len(sheet.names) + ["---:"] * len((*sheet.columns, *sheet.texts))),
     ]
     for line in (line for group in sheet.groups for line in group):
         cells = [f"**{cell.text}**" if cell.best else cell.text for cell in line.cells]
-        lines.append(join_markdown([*map(escape_markdown, line.names), *cells, *line.texts]))
-    return "\n".join([*lines, "", *(f"- {escape_markdown(note)}" for note in sheet.notes)]) + "\n"
+        lines.append(join_markdown([*map(escape_cell, line.names), *cells, *line.texts]))
+    return "\n".join([*lines, "", *(f"- {escape_cell(note)}" for note in sheet.notes)]) + "\n"
 
 
 def join_markdown(cells: Iterable[str]) -> str:
@@ -35,7 +35,7 @@ def join_markdown(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def escape_markdown(text: str) -> str:
+def escape_cell(text: str) -> str:
     """Text as a cell of a Markdown table shows it."""
     for character, safe in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("\n", " ")):
         text = text.replace(character, safe)

@@ -6,13 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from mergekit_lab.checkpoints import open_checkpoint
-from mergekit_lab.memory import read_total_memory
 from mergekit_lab.merging import Method, merge_state_dicts
-from mergekit_lab.merging.flat import send_whole
 from mergekit_lab.merging.inputs import Source
 from mergekit_lab.prefetch import prefetch
 from mergekit_lab.runs.curvature import declare_side_input, describe_own_inputs, list_kinds, make_own_sides
@@ -20,7 +15,7 @@ from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.mergers import Merger
 from mergekit_lab.runs.nodes import Node
 from mergekit_lab.runs.own_code import describe_code
-from mergekit_lab.runs.run import MODEL, Run
+from mergekit_lab.runs.run import MODEL, Run, State, move_state
 
 
 def list_merge_inputs(run: Run, merger: Merger) -> tuple[Node, ...]:
@@ -83,12 +78,8 @@ def merge_experts(
     )
 
 
-_SHARE = 8
-"""The inputs of a merge stay on a device if they take at most one part of so many of its memory."""
 _READERS = 8
 """Files that are read at once."""
-
-State = dict[str, Tensor]
 
 
 def move_models(run: Run, files: Sequence[Path]) -> tuple[State, dict[Path, State]] | None:
@@ -98,7 +89,7 @@ def move_models(run: Run, files: Sequence[Path]) -> tuple[State, dict[Path, Stat
     devices, or where they take too much of the device's memory.
     """
     moved, wanted = run.moved, (None, *files)
-    room = read_total_memory(run.device) // _SHARE if len(run.devices) == 1 else 0
+    room = run.room if len(run.devices) == 1 else 0
     base_size = sum(tensor.nbytes for tensor in run.base_state.values())
     sizes = {file: base_size if file is None else file.stat().st_size for file in (*moved, *wanted)}
     if sum(sizes[file] for file in set(wanted)) > room:
@@ -113,11 +104,3 @@ def move_models(run: Run, files: Sequence[Path]) -> tuple[State, dict[Path, Stat
     missing = [file for file in wanted if file not in moved]
     moved.update(zip(missing, prefetch(move, missing, ahead=_READERS, threads=_READERS), strict=True))
     return moved[None], {file: moved[file] for file in files}
-
-
-def move_state(state: Mapping[str, Tensor], device: torch.device) -> State:
-    """The state on a device, its tied weights still one."""
-    held = dict(state.items())  # or the next tensor could have the address of one that is gone
-    keys = {name: (tensor.data_ptr(), tensor.shape, tensor.stride()) for name, tensor in held.items()}
-    moved = {key: send_whole(held[name], device) for name, key in keys.items()}
-    return {name: moved[key] for name, key in keys.items()}

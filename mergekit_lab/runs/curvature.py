@@ -79,7 +79,7 @@ def stage_curvature(run: Run) -> None:
 
 
 def _make_side(run: Run, kind: str, task: str, workspace: Workspace) -> Mapping[str, Any]:
-    run.model.load_state_dict(load_state(run.need(declare_expert(run, task))))
+    run.load_weights(load_state(run.need(declare_expert(run, task))))
     whole = run.make_objective(task).with_head(run.model)
     inside = find_prefix(whole, run.model)
     count = _count_samples(run, task)

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 
 from mergekit_lab.errors import InputError, say_error
 from mergekit_lab.failure import remove_failure, write_failure
+from mergekit_lab.machine import count_cores
 from mergekit_lab.runs.settle import settle
 from mergekit_lab.schema.stages import ON_DATA, check_stages, list_stages
 from mergekit_lab.store import make_key
@@ -79,9 +80,9 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
     run = make_run(cfg, folder, choices, overrides)
     check_patterns(run)
     if cfg.dry_run:
-        from mergekit_lab.runs.plan import Plan
+        from mergekit_lab.runs.plan import describe_plan
 
-        log.info("%s", Plan.unite([run]).format_text())
+        log.info("%s", describe_plan([run]))
         return None
     return _run_stages(run, wanted)
 
@@ -102,6 +103,7 @@ def _run_on_data(stage: str, cfg: DictConfig, folder: Path) -> None:
 
 def _run_stages(run: Run, wanted: list[str]) -> float | None:
     """Run the stages, and measure what the configuration asks for as `objective`."""
+    from mergekit_lab.compiled import end_compilers
     from mergekit_lab.runs.evaluate import load_harness_tasks, measure_outcome
 
     if len(run.devices) > 1 and "finetune" in wanted:
@@ -114,9 +116,12 @@ def _run_stages(run: Run, wanted: list[str]) -> float | None:
     write_failure(run.folder, list(run.arguments), "it has not ended: it is under way, or was killed")
     begun = time.monotonic()
     try:
+        _draw_pictures(run)
         for job, names in groupby(wanted, lambda name: _JOB_OF_STAGE.get(name, name)):
             with _track(run, job):
                 for name in names:
+                    if name == "report":
+                        end_compilers()
                     with run.time_stage(name), _explain_memory(name):
                         getattr(import_module(f"mergekit_lab.runs.{name}"), f"stage_{name}")(run)
         outcome = measure_outcome(run) if run.cfg.objective else None
@@ -125,6 +130,16 @@ def _run_stages(run: Run, wanted: list[str]) -> float | None:
     remove_failure(run.folder)
     log.info("done in %.0f s", time.monotonic() - begun)
     return outcome
+
+
+def _draw_pictures(run: Run) -> None:
+    """Draw the pictures of all rendered tasks at once: their fingerprints name what is made."""
+    from mergekit_lab.prefetch import prefetch
+    from mergekit_lab.tasks import ImageTask
+
+    drawn = [task for task in run.tasks.values() if isinstance(task, ImageTask) and task.rendered]
+    for _ in prefetch(ImageTask.fingerprint, drawn, ahead=len(drawn), threads=count_cores()):
+        pass
 
 
 def make_run(

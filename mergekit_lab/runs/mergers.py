@@ -12,8 +12,8 @@ from mergekit_lab import merging
 from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.merging import Method
 from mergekit_lab.schema.check import build
-from mergekit_lab.schema.methods import without_null_coefficient
 from mergekit_lab.schema.run import Search
+from mergekit_lab.schema.target import without_null_coefficient
 
 CHAINED, MASK = "chained_gram", "mask"
 """Side inputs that are made in a merge, for the method that reads them."""

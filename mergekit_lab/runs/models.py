@@ -84,7 +84,7 @@ class Model:
         by_task = self.merger is not None and self.merger.method.by_task
         weights = f"{self.find_key(run)} {task if by_task else ''}"
         if _LOADED.get(run.model) != (weights, _count_writes(run.model)):
-            run.model.load_state_dict(dict(self.read_state(run, task)))
+            run.load_weights(self.read_state(run, task))
             _LOADED[run.model] = weights, _count_writes(run.model)
         return run.model
 

@@ -7,11 +7,13 @@ Plans, what is missing, shared trainings, lineage and times walk over these node
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any, TypeVar, cast
 
+from mergekit_lab.reporting import Product
 from mergekit_lab.store import Artifact, Workspace, make_key
 
 
@@ -63,6 +65,29 @@ class Node:
     def name(self) -> str:
         """`KIND-KEY`."""
         return f"{self.kind}-{self.key}"
+
+    def describe_product(
+        self, artifact: Artifact, inputs: tuple[str, ...], settings: Mapping[str, Any]
+    ) -> Product:
+        """The artifact as trackers show it: a name, a sentence, and what it can be compared by.
+
+        Args:
+            inputs: references of the products that it was made of.
+            settings: of the run, `optimizer` and `seed` among them.
+        """
+        words = [word for word in self.label.split() if word not in ("the", "of", "on", "offsets")]
+        name = "-".join([*words, settings["optimizer"], f"s{settings['seed']}"])
+        description = ", ".join(f"{setting} {value}" for setting, value in settings.items())
+        numbers = {n: v for n, v in artifact.info.items() if isinstance(v, str | int | float | bool)}
+        return Product(
+            re.sub(r"[^\w.-]+", "-", name)[:120],
+            artifact.key,
+            artifact.kind,
+            artifact.folder,
+            inputs,
+            f"{self.label[:1].upper()}{self.label[1:]}: {description}.",
+            {**settings, "unit": self.unit, **numbers},
+        )
 
 
 def walk(nodes: Iterable[Node]) -> Iterator[Node]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -39,63 +39,48 @@ class Work:
     only: str | None
 
 
-@dataclass
-class Plan:
-    """The distinct artifacts of several runs.
+def describe_plan(runs: Sequence[Run]) -> str:
+    """What all these runs would compute, each artifact once; see `format_plan`."""
+    nodes: dict[str, Node] = {}
+    made: set[str] = set()
+    for run in runs:
+        for node in list_nodes(run):
+            if nodes.setdefault(node.name, node) is node and run.find(node):
+                made.add(node.name)
+    return format_plan(nodes, made, runs[0].store, len(runs))
 
-    Attributes:
+
+def format_plan(nodes: Mapping[str, Node], made: Collection[str], store: Store, runs: int) -> str:
+    """A table: kind, how many, how many of them are in the store, seconds for the rest.
+
+    Args:
         nodes: by name.
         made: names of those in the store.
-        runs: how many.
-        store: where they are looked for.
+        runs: how many want them.
     """
-
-    store: Store
-    runs: int
-    nodes: dict[str, Node] = field(default_factory=dict)
-    made: set[str] = field(default_factory=set)
-
-    @staticmethod
-    def unite(runs: Sequence[Run]) -> Plan:
-        """The union of what all these runs would compute."""
-        plan = Plan(runs[0].store, len(runs))
-        for run in runs:
-            for node in list_nodes(run):
-                if plan.nodes.setdefault(node.name, node) is node and run.find(node):
-                    plan.made.add(node.name)
-        return plan
-
-    def format_text(self) -> str:
-        """A table: kind, how many, how many of them are in the store, seconds for the rest."""
-        try:
-            artifacts = list(self.store.list_artifacts())
-        except InputError:  # of what others made only the times are wanted
-            artifacts = []
-        rows = [("", "distinct", "in the store", "to make", "about")]
-        total, open_ended = 0.0, False
-        depths: dict[str, int] = {}
-        for node in self.nodes.values():
-            depths[node.kind] = max(depths.get(node.kind, 0), _find_depth(node))
-        for kind in sorted(depths, key=depths.__getitem__):
-            names = [name for name, node in self.nodes.items() if node.kind == kind]
-            missing = [self.nodes[name] for name in names if name not in self.made]
-            guesses = [estimate_seconds(node, artifacts) for node in missing]
-            known = [guess for guess in guesses if guess is not None]
-            open_ended = open_ended or len(known) < len(guesses)
-            total += sum(known)
-            about = "unknown" if missing and not known else say_duration(sum(known))
-            rows.append((kind, str(len(names)), str(len(names) - len(missing)), str(len(missing)), about))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = [
-            "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
-        end = "; what is unknown is not counted" if open_ended else ""
-        sum_up = f"In all about {say_duration(total)} on one device, by the times of earlier runs{end}."
-        if open_ended and not total:
-            sum_up = "The time is unknown: nothing like this was made here before."
-        return "\n".join(
-            [f"{self.runs} run{'s' if self.runs > 1 else ''}, store {self.store.root}", *lines, sum_up]
-        )
+    try:
+        artifacts = list(store.list_artifacts())
+    except InputError:  # of what others made only the times are wanted
+        artifacts = []
+    by_kind: dict[str, list[str]] = {}
+    for name in sorted(nodes, key=lambda name: _find_depth(nodes[name])):
+        by_kind.setdefault(nodes[name].kind, []).append(name)
+    rows = [("", "distinct", "in the store", "to make", "about")]
+    total, open_ended = 0.0, False
+    for kind, names in by_kind.items():
+        guesses = [estimate_seconds(nodes[name], artifacts) for name in names if name not in made]
+        known = [guess for guess in guesses if guess is not None]
+        open_ended = open_ended or len(known) < len(guesses)
+        total += sum(known)
+        about = "unknown" if guesses and not known else say_duration(sum(known))
+        rows.append((kind, str(len(names)), str(len(names) - len(guesses)), str(len(guesses)), about))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    end = "; what is unknown is not counted" if open_ended else ""
+    summary = f"In all about {say_duration(total)} on one device, by the times of earlier runs{end}."
+    if open_ended and not total:
+        summary = "The time is unknown: nothing like this was made here before."
+    return "\n".join([f"{runs} run{'s' if runs > 1 else ''}, store {store.root}", *lines, summary])
 
 
 def plan_shared_training(runs: Sequence[Run]) -> list[Work]:

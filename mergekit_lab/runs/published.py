@@ -118,19 +118,21 @@ class _Measured:
             self.rows[record.merger or name].append(record)
 
     def __call__(self, row: str, column: str) -> float | None:
-        if row in ("training_seconds", "ks_distance", "mean_log_likelihood"):
-            tasks = [task for task in self.run.tasks if column in ("average", task)]
-            values = [value for task in tasks if (value := self._read_expert(task, row)) is not None]
-            return sum(values) / len(values) if values else None
-        if column in ("steps_per_second", "gigabytes"):
-            costs = [cost for task in self.run.tasks if (cost := self._read_cost(task, column)) is not None]
-            return sum(costs) / len(costs) if costs and row == "experts" else None
         if column == "merge_seconds":
             artifact = self.run.find(declare_merged(self.run, row)) if row in self.run.mergers else None
             return float(artifact.info["wall_seconds"]) if artifact else None
-        members = self.rows.get(row, [])
-        values = [value for record in members if (value := self._read_value(record, column)) is not None]
-        return 100 * sum(values) / len(values) if values else None
+        tasks = [task for task in self.run.tasks if column in ("average", task)]
+        unit, values = 1, list[float | None]()
+        if row in ("training_seconds", "ks_distance", "mean_log_likelihood"):
+            values = [self._read_expert(task, row) for task in tasks]
+        elif column in ("steps_per_second", "gigabytes"):
+            values = [self._read_cost(task, column) for task in self.run.tasks] if row == "experts" else []
+        else:
+            members = [r for r in self.rows.get(row, []) if column == "normalized" or r.task in tasks]
+            values = [record.normalized if column == "normalized" else record.value for record in members]
+            unit = 100
+        known = [value for value in values if value is not None]
+        return unit * sum(known) / len(known) if known else None
 
     def _read_expert(self, task: str, what: str) -> float | None:
         if what == "training_seconds":
@@ -150,8 +152,3 @@ class _Measured:
     def _read_cost(self, task: str, column: str) -> float | None:
         cost = self.run.need(declare_expert(self.run, task)).info.get(column)
         return None if cost is None else float(cost)
-
-    def _read_value(self, record: Record, column: str) -> float | None:
-        if column == "normalized":
-            return record.normalized
-        return record.value if column in ("average", record.task) else None

@@ -23,7 +23,7 @@ from mergekit_lab.runs.models import Model, declare_evaluation, read_metric, rea
 from mergekit_lab.runs.origin import describe_origin
 from mergekit_lab.runs.published import set_published_beside
 from mergekit_lab.runs.run import MODEL, Run
-from mergekit_lab.runs.search import declare_search, read_coefficient, read_fields
+from mergekit_lab.runs.search import declare_search, list_curve, read_coefficient, read_fields
 from mergekit_lab.runs.train import CURVE
 from mergekit_lab.store import Artifact
 
@@ -166,22 +166,17 @@ def _read_samples(run: Run, evaluations: Sequence[_Evaluation]) -> dict[str, Any
 
 
 def _read_searches(run: Run) -> dict[str, list[dict[str, Any]]]:
-    result: dict[str, list[dict[str, Any]]] = {}
-    if run.search.method == "cma_es":  # of many weights there is no curve
-        return result
+    """Of every merger the curve of its coefficient, at the fields that were chosen with it."""
+    curves: dict[str, list[dict[str, Any]]] = {}
     for label, merger in run.mergers.items():
-        artifact = run.find(declare_search(run, label)) if merger.searched else None
-        if artifact:
-            chosen = artifact.info["coefficient"]
-            result[label] = [
-                {
-                    "coefficient": p["coefficient"],
-                    "normalized": p["normalized"],
-                    "chosen": p["coefficient"] == chosen,
-                }
-                for p in artifact.info["curve"]
-                if p.get("share", 1.0) == 1
-                and not p.get("pruned")
-                and p.get("fields", {}) == artifact.info.get("fields", {})
+        if not merger.searched or run.search.method == "cma_es":  # of many weights there is no curve
+            continue
+        if search := run.find(declare_search(run, label)):
+            chosen = search.info
+            curves[label] = [
+                {name: point[name] for name in ("coefficient", "normalized")}
+                | {"chosen": point["coefficient"] == chosen["coefficient"]}
+                for point in list_curve(search)
+                if point.get("fields", {}) == chosen.get("fields", {})
             ]
-    return result
+    return curves

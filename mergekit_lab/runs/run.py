@@ -19,8 +19,10 @@ from mergekit_lab.backbones import Backbone, LanguageModel, Objective, Parametri
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.compiled import compile_model
 from mergekit_lab.errors import InputError, suggest
+from mergekit_lab.memory import read_total_memory
 from mergekit_lab.merging import resolve_device
 from mergekit_lab.merging.devices import parse_devices
+from mergekit_lab.merging.flat import send_whole
 from mergekit_lab.paths import find_default_store
 from mergekit_lab.reporting import Timing, Tracker
 from mergekit_lab.runs.checks import check_mergers, check_scoring, check_shares, check_task_names
@@ -29,7 +31,6 @@ from mergekit_lab.runs.keeper import StoreKeeper
 from mergekit_lab.runs.mergers import build_mergers
 from mergekit_lab.runs.nodes import Node
 from mergekit_lab.runs.own_code import describe_code
-from mergekit_lab.runs.products import describe_product
 from mergekit_lab.runs.settle import find_weights_key
 from mergekit_lab.runs.spread import spread
 from mergekit_lab.schema.check import build, with_floats
@@ -44,6 +45,9 @@ Item = TypeVar("Item")
 
 MODEL = "model.safetensors"
 """The weights in an artifact that is a model."""
+State = dict[str, Tensor]
+_SHARE = 8
+"""Of a device's memory: one part of so many may hold copies of weights that only save time."""
 SPREAD = 4
 """Processes of `device=spread` on a CPU at most: each takes a gigabyte."""
 _ONCE_A_SWEEP = ("finetune", "curvature")
@@ -115,7 +119,7 @@ class Run:
         self._logged: dict[str, str] = {}
         """References of products by the names of their nodes."""
         self._objectives: dict[str, Objective] = {}
-        self.moved: dict[Path | None, dict[str, Tensor]] = {}
+        self.moved: dict[Path | None, State] = {}
         """Files of artifacts that stay on the device for the next merge, and the base, of no file."""
         self._pool: Pool | None = None
         self._compiled: nn.Module | None = None
@@ -205,6 +209,17 @@ class Run:
         It computes what experts compute: of linearized experts, the expansion around the backbone's weights.
         """
         return self.parametrization.make_evaluable(self.backbone.make_model()).to(self.device)
+
+    @cached_property
+    def room(self) -> int:
+        """Bytes on the device for copies of weights that only save time; none on a CPU."""
+        return read_total_memory(self.device) // _SHARE
+
+    def load_weights(self, state: Mapping[str, Tensor]) -> None:
+        """Write weights into the run's model."""
+        held = dict(state)
+        fits = sum(tensor.nbytes for tensor in held.values()) <= self.room
+        self.model.load_state_dict(move_state(held, self.device) if fits else held)
 
     def find_model_to_score(self, task: str) -> nn.Module:
         """The run's model, as scores on a task are computed: compiled, if that is asked for and can be."""
@@ -316,7 +331,7 @@ class Run:
             "optimizer": "imported" if self.cfg.experts else optimizer,
             "seed": self.seed,
         }
-        product = describe_product(node, artifact, inputs, settings)
+        product = node.describe_product(artifact, inputs, settings)
         self._logged[node.name] = product.reference
         self.tracker.log_product(product)
 
@@ -372,3 +387,11 @@ def load_state(artifact: Artifact) -> dict[str, Tensor]:
     """All tensors of an artifact that is a model."""
     checkpoint = open_checkpoint(artifact.find_file(MODEL), f"{artifact.kind} {artifact.key}")
     return {tensor: checkpoint[tensor] for tensor in checkpoint}
+
+
+def move_state(state: Mapping[str, Tensor], device: torch.device) -> State:
+    """The state on a device, its tied weights still one."""
+    held = dict(state.items())  # or the next tensor could have the address of one that is gone
+    keys = {name: (tensor.data_ptr(), tensor.shape, tensor.stride()) for name, tensor in held.items()}
+    moved = {key: send_whole(held[name], device) for name, key in keys.items()}
+    return {name: moved[key] for name, key in keys.items()}

@@ -20,12 +20,12 @@ from mergekit_lab.evaluation.search import Score
 from mergekit_lab.merging import merge_state_dicts
 from mergekit_lab.merging.inputs import select_tensors
 from mergekit_lab.ranges import require
-from mergekit_lab.runs.combine import describe_merge, list_merge_inputs, merge_experts, move_models, move_state
+from mergekit_lab.runs.combine import describe_merge, list_merge_inputs, merge_experts, move_models
 from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.mergers import Merger, make_weight_fields, say_fields
 from mergekit_lab.runs.models import declare_evaluation, make_expert_model
 from mergekit_lab.runs.nodes import Node, declare
-from mergekit_lab.runs.run import MODEL, Run
+from mergekit_lab.runs.run import MODEL, Run, move_state
 from mergekit_lab.store import Artifact, Workspace
 
 
@@ -39,7 +39,9 @@ def declare_search(run: Run, label: str) -> Node:
         make=lambda workspace: _search(run, merger, workspace),
         needs=(*list_merge_inputs(run, merger), *_list_evaluations(run).values()),
         say=lambda search: _say(merger, search),
-        list_points=list_curve,
+        list_points=lambda search: [
+            {name: point[name] for name in ("coefficient", "normalized")} for point in list_curve(search)
+        ],
     )  # fmt: skip
 
 
@@ -120,10 +122,9 @@ def _search(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]
     }
 
 
-def list_curve(search: Artifact) -> list[dict[str, float]]:
-    """The candidates that were scored on all of validation, as trackers draw them."""
-    points = [p for p in search.info["curve"] if p.get("share", 1.0) == 1 and not p.get("pruned")]
-    return [{"coefficient": p["coefficient"], "normalized": p["normalized"]} for p in points]
+def list_curve(search: Artifact) -> list[dict[str, Any]]:
+    """The candidates that were scored on all of validation."""
+    return [p for p in search.info["curve"] if p.get("share", 1.0) == 1 and not p.get("pruned")]
 
 
 def _say(merger: Merger, search: Artifact) -> str:

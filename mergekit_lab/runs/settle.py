@@ -42,28 +42,31 @@ def settle(cfg: DictConfig) -> DictConfig:
         and "lm_eval_tasks" not in cfg.get("suite", ())
     ):
         return cfg
-    made = deepcopy(cfg)
-    with open_dict(made):
-        if made.base is not None:
-            made.backbone[find_weights_key(made.backbone)] = made.base
-        texts = {} if made.texts is None else _read_texts(OmegaConf.to_container(made.texts, resolve=True))
+    settled = deepcopy(cfg)
+    with open_dict(settled):
+        if settled.base is not None:
+            settled.backbone[find_weights_key(settled.backbone)] = settled.base
+        texts = (
+            {} if settled.texts is None else _read_texts(OmegaConf.to_container(settled.texts, resolve=True))
+        )
         scored: dict[str, Any] = {}
-        if "lm_eval_tasks" in made.suite:
-            suite: Any = OmegaConf.to_container(made.suite, resolve=True)
+        if "lm_eval_tasks" in settled.suite:
+            suite: Any = OmegaConf.to_container(settled.suite, resolve=True)
             scored = _list_harness_tasks(suite)
-            made.suite = {"name": suite["name"], "tasks": suite["tasks"] | scored}
-        if texts and made.backbone._target_.endswith(_CHOOSES):
+            settled.suite = {"name": suite["name"], "tasks": suite["tasks"] | scored}
+        if texts and settled.backbone._target_.endswith(_CHOOSES):
             texts = {name: _add_choices(task) for name, task in texts.items()}
         if texts:
-            made.suite = {"name": made.suite.name if scored else "texts", "tasks": texts | scored}
+            settled.suite = {"name": settled.suite.name if scored else "texts", "tasks": texts | scored}
         for key in ("experts", "models"):
-            if _is_listed(made[key]):
-                sources = OmegaConf.to_container(made[key]) if OmegaConf.is_config(made[key]) else made[key]
-                made[key] = _name_checkpoints(sources, key, made.suite.tasks)
-        if made.models and made.backbone[find_weights_key(made.backbone)] is None:
-            made.backbone[find_weights_key(made.backbone)] = next(iter(made.models.values()))
-        made.base = made.texts = None
-    return made
+            if _is_listed(settled[key]):
+                sources: Any = settled[key]
+                sources = OmegaConf.to_container(sources) if OmegaConf.is_config(sources) else sources
+                settled[key] = _name_checkpoints(sources, key, settled.suite.tasks)
+        if settled.models and settled.backbone[find_weights_key(settled.backbone)] is None:
+            settled.backbone[find_weights_key(settled.backbone)] = next(iter(settled.models.values()))
+        settled.base = settled.texts = None
+    return settled
 
 
 def find_weights_key(backbone: Any) -> str:
@@ -99,7 +102,7 @@ def _list_harness_tasks(suite: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _is_listed(experts: Any) -> bool:
-    return OmegaConf.is_list(experts) or OmegaConf.is_dict(experts) or str(experts).startswith("@")
+    return OmegaConf.is_config(experts) or str(experts).startswith("@")
 
 
 def _name_checkpoints(sources: Any, key: str, tasks: Mapping[str, Any]) -> dict[str, str]:

@@ -41,18 +41,18 @@ def build(node: Any, kind: Callable[..., T]) -> T:
     Raises:
         InputError: the target is no such class, or refuses its arguments.
     """
-    made = _instantiate(node, kind)
-    if isinstance(made, partial):
+    built = _instantiate(node, kind)
+    if isinstance(built, partial):
         raise InputError(f"remove `_partial_` from the configuration of {node['_target_']}")
-    return made
+    return built
 
 
 def build_partial(node: Any, kind: Callable[..., T]) -> partial[T]:
     """The same for a node that says `_partial_: true`: a call of the result makes a `kind`."""
-    made = _instantiate(node, kind)
-    if not isinstance(made, partial):
+    built = _instantiate(node, kind)
+    if not isinstance(built, partial):
         raise InputError(f"the configuration of {node['_target_']} needs `_partial_: true`")
-    return made
+    return built
 
 
 def _instantiate(node: Any, kind: Callable[..., Any]) -> Any:
@@ -71,9 +71,9 @@ def _instantiate(node: Any, kind: Callable[..., Any]) -> Any:
 
 def with_floats(cfg: DictConfig, schema: type) -> DictConfig:
     """The configuration with `1.0` for every `1` that is read as a float: keys tell them apart."""
-    made: DictConfig = OmegaConf.create(_as_declared(OmegaConf.to_container(cfg, resolve=False), schema))
-    OmegaConf.set_struct(made, OmegaConf.is_struct(cfg))
-    return made
+    converted: DictConfig = OmegaConf.create(_as_declared(OmegaConf.to_container(cfg, resolve=False), schema))
+    OmegaConf.set_struct(converted, OmegaConf.is_struct(cfg))
+    return converted
 
 
 def _as_declared(value: Any, hint: Any) -> Any:
@@ -184,9 +184,9 @@ def _check_target(node: Mapping[str, Any], hint: Any, path: tuple[str, ...]) -> 
         target = get_object(node["_target_"])
     except Exception as error:  # importing a user's module may raise anything
         raise InputError(f"{where}: {error}") from None
-    made = target if inspect.isclass(target) else _find_returned_class(target)
+    returned = target if inspect.isclass(target) else _find_returned_class(target)
     rule = f"a {' or '.join(kind.__name__ for kind in wanted)}, or a subclass of it"
-    require(made is not None and issubclass(made, wanted), where, node["_target_"], rule)
+    require(returned is not None and issubclass(returned, wanted), where, node["_target_"], rule)
     _check_keys(node, target, path)
 
 

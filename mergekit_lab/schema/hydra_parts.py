@@ -60,8 +60,8 @@ def check_hydra(cfg: DictConfig) -> None:
     for name in ("callbacks", *_PLUGINS, *_LOGS):
         node = OmegaConf.select(cfg, f"hydra.{name}")
         for path, target in _list_calls(node, (name,)) if OmegaConf.is_config(node) else ():
-            kind = _describe_wanted(path)
-            require(not kind or _is_right(target, path), f"hydra.{'.'.join(path)}", target, kind or "")
+            wanted = _describe_wanted(path)
+            require(not wanted or _is_allowed(target, path), f"hydra.{'.'.join(path)}", target, wanted or "")
 
 
 def _list_calls(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -92,13 +92,13 @@ def _describe_wanted(path: tuple[str, ...]) -> str | None:
     return "a handler, a formatter or a filter of logging" if path[-1] != "_target_" else None
 
 
-def _is_right(target: str, path: tuple[str, ...]) -> bool:
+def _is_allowed(target: str, path: tuple[str, ...]) -> bool:
     try:
-        made = get_object(target)
+        named = get_object(target)
     except Exception:  # importing what a configuration names can raise anything
         return False
-    if not inspect.isclass(made):
+    if not inspect.isclass(named):
         return False
     if path[0] == "callbacks":
-        return len(path) == 3 and issubclass(made, Callback)
-    return made.__module__.split(".")[0] == "optuna" if path[0] in _PLUGINS else issubclass(made, _LOGGING)
+        return len(path) == 3 and issubclass(named, Callback)
+    return named.__module__.split(".")[0] == "optuna" if path[0] in _PLUGINS else issubclass(named, _LOGGING)

@@ -11,7 +11,7 @@ from itertools import product
 from typing import Annotated, Any, Literal
 
 import torch
-from annotated_types import Ge, Gt, Le, Lt, MinLen
+from annotated_types import Ge, Lt, MinLen
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
@@ -22,7 +22,7 @@ from mergekit_lab.evaluation.search import import_optuna
 from mergekit_lab.merging import Method
 from mergekit_lab.optim import count_gradient_evaluations
 from mergekit_lab.optim.offset import OffsetOptimizer
-from mergekit_lab.ranges import FASTEST, require
+from mergekit_lab.ranges import FASTEST, Count, Share, require
 from mergekit_lab.reporting import Tracker
 from mergekit_lab.schema.check import build, build_partial, check_against
 from mergekit_lab.schema.stages import list_stages
@@ -49,12 +49,12 @@ class Curvature:
     """
 
     kind: Literal["fisher", "gram"] | None
-    samples: Annotated[int, Ge(1)] | None
-    fraction: Annotated[float, Gt(0), Le(1)] | None
-    batch: Annotated[int, Ge(1)] | None
+    samples: Count | None
+    fraction: Share | None
+    batch: Count | None
     estimate: Literal["per_sample", "first_moment"]
     sampled: bool
-    chunk: Annotated[int, Ge(1)]
+    chunk: Count
 
     def __post_init__(self) -> None:
         if self.sampled and self.estimate != "per_sample":
@@ -107,13 +107,13 @@ class Search:
     coefficients: list[float] | None = None
     method: Literal["grid", "halving", "cma_es"] = "grid"
     prune: bool = True
-    patience: Annotated[int, Ge(1)] | None = None
+    patience: Count | None = None
     refine: Annotated[int, Ge(0)] = 2
     fields: dict[str, Annotated[list[Any], MinLen(1)]] | None = None
     layers: list[str] | None = None
     low: float = 0.0
     high: float = 1.0
-    trials: Annotated[int, Ge(1)] = 100
+    trials: Count = 100
     population: Annotated[int, Ge(3)] | None = None
     seed: Annotated[int, Ge(0), Lt(2**32)] = 0
 
@@ -170,7 +170,7 @@ class TrainerSettings:
     """
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"]
-    processes: Annotated[int, Ge(1)] | None
+    processes: Count | None
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     deterministic: bool = False
 
@@ -226,7 +226,7 @@ class Main:
     merger: Target[Method] | None
     mergers: dict[str, Target[Method]]
     analysis: Target[Literal["mergekit_lab.runs.analyses.Analysis"]]
-    evaluation_batch_size: Annotated[int, Ge(1)]
+    evaluation_batch_size: Count
     evaluation_compile: bool
     trainer: TrainerSettings
     store: StoreSettings
@@ -274,10 +274,10 @@ def check(cfg: DictConfig) -> None:
         count_evaluations_a_step(node)
     TrainingSettings(**cfg.training).plan(count_evaluations_a_step(cfg.optimizer))
     optimizers = [cfg.optimizer, *cfg.optimizer_of.values()]
-    for made in map(_build_alone, optimizers) if cfg.training.precision == "bf16-true" else ():
-        if isinstance(made, OffsetOptimizer):
+    for optimizer in map(_build_alone, optimizers) if cfg.training.precision == "bf16-true" else ():
+        if isinstance(optimizer, OffsetOptimizer):
             raise InputError(
-                f"bfloat16 weights would round away {type(made).__name__}'s small offsets: set "
+                f"bfloat16 weights would round away {type(optimizer).__name__}'s small offsets: set "
                 "training.precision=bf16-mixed (float32 weights, bfloat16 arithmetic)"
             )
     for node in optimizers:
@@ -308,9 +308,9 @@ def with_chosen_merger(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     for key, _ in pairs:
         if key.startswith("merger."):
             OmegaConf.update(chosen, key.removeprefix("merger."), OmegaConf.select(cfg, key))
-    made = deepcopy(cfg)
-    OmegaConf.update(made, "merger", chosen, merge=False)
-    return made
+    changed = deepcopy(cfg)
+    OmegaConf.update(changed, "merger", chosen, merge=False)
+    return changed
 
 
 def _refuse_what_needs_whole_weights(finetuning: Parametrization, nodes: Iterable[DictConfig]) -> None:
@@ -328,13 +328,13 @@ def _build_alone(node: DictConfig) -> Optimizer:
     Raises:
         ValueError: a setting of torch's own is so large that a step would overflow; ours say so themselves.
     """
-    made: Optimizer = make_optimizer_factory(node, 1, _ANY_FIT if wants_fit(node) else None)(
+    optimizer: Optimizer = make_optimizer_factory(node, 1, _ANY_FIT if wants_fit(node) else None)(
         [("weight", torch.nn.Parameter(torch.zeros(1)))]
     )
-    for name, value in made.param_groups[0].items():
+    for name, value in optimizer.param_groups[0].items():
         if isinstance(value, int | float) and not abs(value) <= FASTEST:
             raise ValueError(f"{name} is {value:g}; it must be at most {FASTEST:g}")
-    return made
+    return optimizer
 
 
 def count_evaluations_a_step(node: DictConfig) -> Fraction:
@@ -361,7 +361,7 @@ def make_optimizer_factory(node: DictConfig, steps: int, fit: Mapping[str, float
         steps: of this training, for optimizers that plan over them (the joint model takes more than an expert).
         fit: `loc` and `scale` in place of `scale: fit`.
     """
-    made = build_partial(node, Optimizer)
+    factory = build_partial(node, Optimizer)
     if wants_fit(node):
         if node.get("task_vectors") is not None or node.get("loc"):
             raise InputError(
@@ -369,8 +369,8 @@ def make_optimizer_factory(node: DictConfig, steps: int, fit: Mapping[str, float
             )
         if fit is None:
             raise InputError("optimizer.scale=fit is not fitted yet")
-        made = partial(made, loc=fit["loc"], scale=fit["scale"])
-    return partial(made, steps=steps) if "steps" in made.keywords else made
+        factory = partial(factory, loc=fit["loc"], scale=fit["scale"])
+    return partial(factory, steps=steps) if "steps" in factory.keywords else factory
 
 
 _ANY_FIT = {"loc": 0.0, "scale": 1.0}

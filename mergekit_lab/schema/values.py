@@ -105,8 +105,9 @@ def _describe_rule(error: ValidationError, hint: Any, value: Any) -> str:
 
 def _list_bounds(hint: Any) -> tuple[Any, ...]:
     """Of the first number with any in a type."""
-    if get_origin(hint) is Annotated:
-        return get_args(hint)[1:]
+    own = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    if describe_range(own):
+        return own
     return next((bounds for each in get_args(hint) if (bounds := _list_bounds(each))), ())
 
 

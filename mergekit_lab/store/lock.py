@@ -37,6 +37,8 @@ _FORGOTTEN = 3600.0
 _PATIENCE = 5.0
 """Seconds of waiting before it is said: workers that share what they make often wait for a moment."""
 _MARK_BYTES = 1 << 12
+_POLL = 0.05
+"""Seconds between the first two looks of a waiter, who looks less often as time goes by."""
 
 
 class FolderLock:
@@ -46,18 +48,16 @@ class FolderLock:
         path: of the lock; its parent must exist.
         what: of what it is, for messages.
         stale_after: seconds without a sign of its holder after which a lock counts as abandoned.
-        poll: seconds between two looks of a waiter.
 
     Raises:
         InputError: the path is no folder.
         OSError: the file system refuses, e.g. it is read-only or full.
     """
 
-    def __init__(self, path: Path, what: str, *, stale_after: float = 60.0, poll: float = 0.1) -> None:
+    def __init__(self, path: Path, what: str, *, stale_after: float = 60.0) -> None:
         self.path = path
         self.what = what
         self.stale_after = stale_after
-        self.poll = poll
         self._mark = path / uuid.uuid4().hex
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -80,7 +80,7 @@ class FolderLock:
             elif now - since > self.stale_after:
                 log.warning("the lock of %s shows no sign of life for %.0f s", self.what, now - since)
                 _delete(self.path, marks)
-            time.sleep(min(1.0, self.poll * (1 + (now - begun))))
+            time.sleep(min(1.0, _POLL * (1 + (now - begun))))
         self._thread = threading.Thread(target=self._keep_touching, daemon=True)
         self._thread.start()
         return self

@@ -143,8 +143,8 @@ def find_nearest(
 
 def is_older(artifact: Artifact, days: float) -> bool:
     """Whether it was made more than so many days ago."""
-    made = datetime.fromisoformat(artifact.created.replace("Z", "+00:00"))
-    return (datetime.now(UTC) - made) / timedelta(days=1) > days
+    created = datetime.fromisoformat(artifact.created.replace("Z", "+00:00"))
+    return (datetime.now(UTC) - created) / timedelta(days=1) > days
 
 
 def measure_size(artifact: Artifact) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mergekit_lab.backbones import Objective
 from mergekit_lab.errors import InputError
+from mergekit_lab.optim.wrapper import WrappedOptimizer
 from mergekit_lab.training.clock import NEVER, Clock
 from mergekit_lab.training.data import TaskData
 from mergekit_lab.training.module import FinetuneModule, MakeOptimizer
@@ -103,9 +104,9 @@ def finetune(
         enable_version_counter=False,
     )
     latest = _Latest(resume, filename="last", enable_version_counter=False)
-    ended = best if settings.keep == "best" else _Ended()
+    ended: _Kept | _Ended = best if settings.keep == "best" else _Ended()
     stopper = Stopper(resume / "last.ckpt")
-    called = [*([] if clock is None else [clock]), ended, latest, stopper, *callbacks]
+    called = [*([] if clock is None else [clock]), ended, latest, stopper, _MemoryRelease(), *callbacks]
     origin = CheckpointOrigin(identity, hash_weights(model.state_dict()))
     resumed = find_checkpoint(resume, origin)
     lit = _make_trainer(settings, resume, called, [SealedCheckpoints(origin)], dict(trainer or {}))
@@ -202,7 +203,7 @@ class _Latest(_Found):
             super().on_validation_end(trainer, pl_module)
 
 
-class _InMemory:
+class _TakenWeights:
     """Weights that were taken whole, on the CPU, while the processes that hold them are still there.
 
     Attributes:
@@ -219,7 +220,7 @@ class _InMemory:
         self.step = trainer.global_step
 
 
-class _Kept(_InMemory, _Found):
+class _Kept(_TakenWeights, _Found):
     """`best.ckpt` after every validation but the last, whose weights no file has to hold."""
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -229,11 +230,29 @@ class _Kept(_InMemory, _Found):
             self.take(trainer)
 
 
-class _Ended(_InMemory, Callback):
+class _Ended(_TakenWeights, Callback):
     """Takes what training ends with."""
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self.take(trainer)
+
+
+class _MemoryRelease(Callback):
+    """Frees graphs, gradients, moments and copies of the weights, before Lightning brings them to the host.
+
+    Lightning's objects refer to each other in circles and stay until Python looks for such; the next training
+    of a run would find their memory taken.
+    """
+
+    def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        if isinstance(pl_module, FinetuneModule):
+            pl_module.forget_graphs()
+        pl_module.zero_grad(set_to_none=True)
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, WrappedOptimizer):
+                optimizer.release()
+            else:
+                optimizer.state.clear()
 
 
 class Progress(RichProgressBar):

@@ -324,20 +324,6 @@ class FinetuneModule(RecordedModule):
         self._replay = None
         self._runs = [self.model]
 
-    def on_fit_end(self) -> None:
-        """Free graphs, gradients, moments and copies of the weights, before Lightning brings them to the host.
-
-        Lightning's objects refer to each other in circles and stay until Python looks for such; the next
-        training of a run would find their memory taken.
-        """
-        self.forget_graphs()
-        self.zero_grad(set_to_none=True)
-        for optimizer in self.trainer.optimizers:
-            if isinstance(optimizer, WrappedOptimizer):
-                optimizer.release()
-            else:
-                optimizer.state.clear()
-
     def on_train_batch_end(self, outputs: Any, batch: Batches, batch_idx: int) -> None:
         self.end_step()
 

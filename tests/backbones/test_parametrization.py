@@ -300,7 +300,7 @@ def test_what_does_not_apply_is_refused_with_the_way_out() -> None:
 
 def test_a_linearized_language_model_takes_neither_labels_nor_a_cache() -> None:
     tangent = Linearized().make_trainable(make_llama())
-    with pytest.raises(InputError, match="loss would be linearized too"):
+    with pytest.raises(InputError, match="linearized too"):
         tangent(draw_tokens(), labels=draw_tokens())
     with pytest.raises(InputError, match="keeps no cache"):
         tangent(draw_tokens(), use_cache=True)

@@ -181,7 +181,7 @@ def test_factors_that_are_no_matrices_are_refused(shapes, tmp_path) -> None:
         open_checkpoint(tmp_path, base=open_checkpoint({"w.weight": torch.zeros(4, 4)}))
 
 
-def test_a_square_matrix_that_nothing_tells_about_is_refused_unless_the_model_type_does(tmp_path) -> None:
+def test_a_square_matrix_of_unknown_orientation_is_refused_unless_the_model_type_tells(tmp_path) -> None:
     base = {
         "attn.q_attn.weight": torch.zeros(4, 4),
         "c_fc.weight": torch.zeros(4, 8),

@@ -217,7 +217,7 @@ def test_t5_1_1_shares_its_embeddings_and_has_a_head_of_its_own(tmp_path) -> Non
 
 
 @pytest.mark.parametrize("stacked", ["base", "expert"])
-def test_layouts_of_a_mixture_are_told_by_names_where_no_configuration_is(stacked: str, tmp_path) -> None:
+def test_layouts_of_a_mixture_are_recognized_by_names_without_a_configuration(stacked: str, tmp_path) -> None:
     model = make_mixtral()
     model.save_pretrained(tmp_path / "pieces")
     model.save_pretrained(tmp_path / "stacks", save_original_format=False)

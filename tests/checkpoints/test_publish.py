@@ -57,7 +57,7 @@ def test_overwriting_replaces_a_merge_and_nothing_else(exchanges: bool, tmp_path
         (folder / "new").write_text("")
     assert [p.name for p in out.iterdir()] == ["new"]
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
-    with pytest.raises(InputError, match="was not written by a merge"), make_folder(out, overwrite=True):
+    with pytest.raises(InputError, match="not written by"), make_folder(out, overwrite=True):
         pass
 
 
@@ -219,7 +219,7 @@ def test_a_merge_that_loses_a_file_of_any_kind_does_not_say_that_it_succeeded(
 
     monkeypatch.setattr(publish, "sync_tree", lose)
     expert, rank = {"q_proj.weight": torch.ones(4, 4)}, 1 if format == "adapter" else None
-    with pytest.raises(InputError, match=rf"lost files or parts of them \({name}\)"):
+    with pytest.raises(InputError, match=rf"lost .*\({name}\)"):
         mergekit_lab.merge(base, [expert], tmp_path / "out", TSVM(), device="cpu", format=format, rank=rank)
     assert not (tmp_path / "out").exists()
 
@@ -236,7 +236,7 @@ def test_two_merges_of_one_host_and_process_number_do_not_touch_each_other(tmp_p
             (second / "file").write_text("second")
         assert (first / "file").read_text() == "first"
 
-    with pytest.raises(InputError, match="exists and is not empty"), make_folder(tmp_path / "out") as folder:
+    with pytest.raises(InputError, match="not empty"), make_folder(tmp_path / "out") as folder:
         write_elsewhere(folder)
     assert (tmp_path / "out/file").read_text() == "second"
 
@@ -303,7 +303,7 @@ def test_an_empty_folder_that_never_came_to_its_name_is_cleared(tmp_path) -> Non
     assert {path.name for path in tmp_path.iterdir()} == {"out", new.name, full.name}
 
 
-def test_what_another_machine_left_is_told_and_stays(tmp_path, caplog) -> None:
+def test_remains_of_another_machine_are_named_and_stay(tmp_path, caplog) -> None:
     """A lock says nothing of who holds it there."""
     with make_folder(tmp_path / "out") as folder:
         here = folder.name

@@ -162,7 +162,7 @@ def test_what_cannot_work_is_refused_by_name(tmp_path) -> None:
         mergekit_lab.expand(factors, base, tmp_path / "x", tasks=["car"])
     with pytest.raises(InputError, match="finite"):
         mergekit_lab.expand(factors, base, tmp_path / "x", coefficient=float("nan"))
-    with pytest.raises(InputError, match="expand it on that base"):
+    with pytest.raises(InputError, match="expand it"):
         open_checkpoint(factors)
     with pytest.raises(InputError, match="input of this merge"):
         mergekit_lab.expand(factors, base, factors, overwrite=True)

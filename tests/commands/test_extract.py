@@ -49,10 +49,6 @@ def merge(world, out, method, **options):
     return mergekit_lab.merge(folder / "base", loras, out, method, device="cpu", **options)
 
 
-def compute_change(state, base) -> torch.Tensor:
-    return torch.cat([(state[name].double() - base[name].double()).flatten() for name in base])
-
-
 @pytest.mark.filterwarnings("ignore")  # peft's of GPT-2's layers
 @pytest.mark.parametrize(
     "method", [TaskArithmetic(coefficient=0.7, weights=[1.0, -0.5]), WeightAverage(), CoreSpace()]

@@ -12,13 +12,6 @@ from mergekit_lab.merging import EMR, TIES, TSVC, blocks, merge_state_dicts
 NAMES = ["0", "1", "2", "3"]
 
 
-@pytest.fixture(scope="module")
-def golden():
-    from merging.conftest import Golden
-
-    return Golden()
-
-
 def store(golden, method, folder, dtype=None):
     experts = dict(zip(NAMES, golden.experts, strict=True))
     return mergekit_lab.merge(

@@ -118,7 +118,7 @@ def test_an_input_or_a_strangers_folder_is_never_overwritten(tmp_path) -> None:
             mergekit_lab.merge(base, experts, out, METHOD, overwrite=True)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.tex").write_text("years")
-    with pytest.raises(InputError, match="was not written by a merge"):
+    with pytest.raises(InputError, match="not written by"):
         mergekit_lab.merge(base, experts, tmp_path / "mine", METHOD, overwrite=True)
     assert (tmp_path / "mine/thesis.tex").read_text() == "years"
 

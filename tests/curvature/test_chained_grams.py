@@ -4,6 +4,7 @@ import pytest
 import torch
 from curvature.chain import Chain
 from curvature.models import CASES
+from golden import select_part
 from torch import nn
 
 from mergekit_lab import InputError
@@ -13,23 +14,17 @@ from mergekit_lab.merging import RegMean, RegMeanPlusPlus, merge_state_dicts
 EXPERTS = ("a", "b", "c")
 
 
-def part(stored: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    return {n.removeprefix(prefix): v for n, v in stored.items() if n.startswith(prefix)}
-
-
 @pytest.fixture(scope="module")
-def stored():
-    from merging.conftest import Golden
-
-    return Golden().load_output("regmean_plusplus")
+def stored(golden):
+    return golden.load_output("regmean_plusplus")
 
 
 @pytest.fixture
 def world(stored):
     model = Chain().double()
-    model.load_state_dict(part(stored, "base."))
-    batches = {e: [(x, None) for x in part(stored, f"inputs.{e}.").values()] for e in EXPERTS}
-    return model, {e: part(stored, f"expert.{e}.") for e in EXPERTS}, batches
+    model.load_state_dict(select_part(stored, "base."))
+    batches = {e: [(x, None) for x in select_part(stored, f"inputs.{e}.").values()] for e in EXPERTS}
+    return model, {e: select_part(stored, f"expert.{e}.") for e in EXPERTS}, batches
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.95])
@@ -38,7 +33,7 @@ def test_equals_the_original_implementation(stored, world, ratio: float) -> None
     base, method = {n: v.clone() for n, v in model.state_dict().items()}, RegMeanPlusPlus(ratio=ratio)
     grams = chained_grams(model, experts, batches.__getitem__, method)
     merged = merge_state_dicts(base, experts, method, statistics={"chained_gram": grams})
-    for name, value in part(stored, f"merged{ratio}.").items():
+    for name, value in select_part(stored, f"merged{ratio}.").items():
         torch.testing.assert_close(merged[name], value, rtol=1e-9, atol=1e-10, msg=name)
         torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-9, atol=1e-10, msg=name)
     plain = {}

@@ -18,7 +18,7 @@ from mergekit_lab.merging.inputs import open_inputs
 from mergekit_lab.merging.jobs import count_work, plan_jobs
 from mergekit_lab.merging.stream import open_readers
 from mergekit_lab.paths import find_conf_dir
-from mergekit_lab.runs.plan import Plan, estimate_seconds
+from mergekit_lab.runs.plan import estimate_seconds, format_plan
 from mergekit_lab.store import Store
 from mergekit_lab.training import TrainingSettings
 from mergekit_lab.training.fit import Progress
@@ -115,7 +115,7 @@ def test_warm_up_is_a_share_of_the_steps_whatever_their_number() -> None:
         TrainingSettings(steps=10, batch_size=1, lr=1.0, weight_decay=0.0, warmup_steps=500)
 
 
-class PlannedArtifact:
+class NodeInPlan:
     """What a plan reads of an artifact."""
 
     def __init__(self, kind: str, content: dict, seconds: float = 0.0) -> None:
@@ -127,10 +127,10 @@ def test_a_plan_prices_a_training_by_its_gradients() -> None:
         {"training": {"steps": 10}, "optimizer": OmegaConf.to_container(cfg.optimizer, resolve=True)}
         for cfg in (compose_config([f"optimizer={name}"])[0] for name in ("adamw", "sam"))
     )
-    assert estimate_seconds(PlannedArtifact("joint", sam), [PlannedArtifact("joint", plain, 100.0)]) == 200.0  # type: ignore[arg-type]
+    assert estimate_seconds(NodeInPlan("joint", sam), [NodeInPlan("joint", plain, 100.0)]) == 200.0  # type: ignore[arg-type]
     trained, imported = (
-        PlannedArtifact("experts", plain, 100.0),
-        PlannedArtifact("experts", {"imported": "0f"}, 0.1),
+        NodeInPlan("experts", plain, 100.0),
+        NodeInPlan("experts", {"imported": "0f"}, 0.1),
     )
     for node, seconds in ((trained, 100.0), (imported, 0.1)):
         assert estimate_seconds(node, [imported, imported, trained]) == seconds  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def test_a_plan_prices_a_training_by_its_gradients() -> None:
 
 def test_a_first_plan_does_not_say_that_it_takes_no_time(tmp_path) -> None:
     node = SimpleNamespace(kind="experts", needs=(), content={})
-    line = Plan(Store(tmp_path), 1, {"a": node}).format_text()  # type: ignore[dict-item]
+    line = format_plan({"a": node}, (), Store(tmp_path), 1)  # type: ignore[dict-item]
     assert "0 s" not in line
     assert "unknown" in line.splitlines()[-1]
 
@@ -184,7 +184,7 @@ def test_a_run_from_python_refuses_a_mistake_and_leaves_hydra_as_it_was() -> Non
     with initialize_config_dir(str(find_conf_dir()), version_base="1.3"):
         with pytest.raises(InputError, match="did you mean 'quickstart'"):
             mergekit_lab.run("quikstart")
-        with pytest.raises(InputError, match="is a command on checkpoints"):
+        with pytest.raises(InputError, match="a command on"):
             mergekit_lab.run("merge_checkpoints")
         assert GlobalHydra.instance().is_initialized()
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from curvature.chain import Chain
+from golden import select_part
 from merging.conftest import measure_error
 
 from mergekit_lab import InputError
@@ -22,25 +23,25 @@ def stored(golden):
     return golden.load_output("localize_stitch")
 
 
-def part(stored, prefix: str) -> dict[str, torch.Tensor]:
-    return {n.removeprefix(prefix): v for n, v in stored.items() if n.startswith(prefix)}
-
-
 def test_masks_by_magnitude_equal_the_original(stored) -> None:
     """Its 82 largest of 412 entries leave out the last one."""
-    experts = [part(stored, f"expert.{t}.") for t in range(3)]
-    merged = merge_state_dicts(part(stored, "base."), experts, LocalizeStitch(density=81.5 / 412))
-    for name, value in part(stored, "dataless.merged.").items():
+    experts = [select_part(stored, f"expert.{t}.") for t in range(3)]
+    merged = merge_state_dicts(select_part(stored, "base."), experts, LocalizeStitch(density=81.5 / 412))
+    for name, value in select_part(stored, "dataless.merged.").items():
         assert measure_error(merged[name], value) <= 1e-12, name
 
 
 def test_trained_masks_equal_the_original(stored) -> None:
-    base, model = part(stored, "base."), Pooled().double()
-    experts = {str(t): part(stored, f"expert.{t}.") for t in range(3)}
+    base, model = select_part(stored, "base."), Pooled().double()
+    experts = {str(t): select_part(stored, f"expert.{t}.") for t in range(3)}
     masks = {}
     for t, expert in experts.items():
         batches = list(
-            zip(part(stored, f"images.{t}.").values(), part(stored, f"labels.{t}.").values(), strict=True)
+            zip(
+                select_part(stored, f"images.{t}.").values(),
+                select_part(stored, f"labels.{t}.").values(),
+                strict=True,
+            )
         )
 
         def compute_gradient(state, batches=batches):
@@ -49,17 +50,17 @@ def test_trained_masks_equal_the_original(stored) -> None:
             return {name: sum(g[name] for g in each) for name in each[0]}
 
         masks[t] = learn_masks(base, expert, compute_gradient, LEARN)
-        started = part(stored, f"dataless.mask.{t}.")
-        for name, wanted in part(stored, f"learned.mask.{t}.").items():
+        started = select_part(stored, f"dataless.mask.{t}.")
+        for name, wanted in select_part(stored, f"learned.mask.{t}.").items():
             assert torch.equal(masks[t][name].bool(), wanted), name
         assert any(not torch.equal(masks[t][name].bool(), value) for name, value in started.items())
     merged = merge_state_dicts(base, experts, LocalizeStitch(learn=LEARN), statistics={"mask": masks})
-    for name, value in part(stored, "learned.merged.").items():
+    for name, value in select_part(stored, "learned.merged.").items():
         assert measure_error(merged[name], value) <= 1e-12, name
 
 
 def test_what_cannot_be_is_refused(stored) -> None:
-    base, expert = part(stored, "base."), part(stored, "expert.0.")
+    base, expert = select_part(stored, "base."), select_part(stored, "expert.0.")
     with pytest.raises(InputError, match="LocalizeStitch"):
         merge_state_dicts(base, [expert], LocalizeStitch(learn=LEARN))
     with pytest.raises(InputError, match=r"density is 0.*\(0, 1\]"):

@@ -144,4 +144,4 @@ def test_every_merger_has_a_row_in_the_benchmarks_of_time_and_memory() -> None:
     assert spec.loader is not None
     bench = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(bench)
-    assert {type(method).__name__ for method in bench.methods().values()} == set(list_classes())
+    assert {type(method).__name__ for method in bench.list_methods().values()} == set(list_classes())

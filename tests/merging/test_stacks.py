@@ -216,7 +216,7 @@ def test_stacks_are_known_by_name_and_shape() -> None:
     )
 
 
-def test_layouts_of_other_projections_are_told_by_what_they_give_and_take() -> None:
+def test_layouts_of_other_projections_are_recognized_by_inputs_and_outputs() -> None:
     """GraniteMoE's, JetMoe's attention, Aria's, and DBRX's two dimensions."""
     gated = find_stacks({"moe.input_linear.weight": (2, 12, 8), "moe.output_linear.weight": (2, 8, 6)})
     assert gated["moe.input_linear.weight"].members[:2] == ("moe.0.gate_proj.weight", "moe.0.up_proj.weight")

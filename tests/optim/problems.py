@@ -166,7 +166,7 @@ def assert_differ(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 def assert_close(weights: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
-    """‖found − wanted‖ ≤ tolerance · ‖wanted‖, tensor by tensor."""
+    """‖weights − wanted‖ ≤ tolerance · ‖wanted‖, tensor by tensor."""
     assert weights.keys() == wanted.keys()
     for name in wanted:
         error = torch.linalg.vector_norm(weights[name] - wanted[name])

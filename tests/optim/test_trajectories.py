@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from golden import select_part
 from safetensors.torch import load_file
-from torch import Tensor
 
 from mergekit_lab.optim import ASAM, SAM, MergOPT, noise
 from mergekit_lab.optim.noise import hash_bits
@@ -22,17 +22,13 @@ REFERENCES = {
 }
 
 
-def part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-
-
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("reference", REFERENCES)
 def test_trajectory_equals_the_reference_implementation(reference: str, base: str) -> None:
     golden = load_file(DATA / f"{reference}_{base}_fixed.safetensors")
     inputs = load_file(DATA / "sam_mlp.safetensors")
     problem = Problem()
-    problem.model.load_state_dict(part(inputs, "init."))
+    problem.model.load_state_dict(select_part(inputs, "init."))
     problem.x, problem.y = inputs["batches.x"][0], inputs["batches.y"][0]
     optimizer = REFERENCES[reference](problem.model.named_parameters(), BASES[base])
     returned = []
@@ -40,8 +36,8 @@ def test_trajectory_equals_the_reference_implementation(reference: str, base: st
         before = problem.copy_weights()
         returned.append(optimizer.step(problem.closure))
         moved = {name: w - before[name] for name, w in problem.weights_seen[-1].items()}
-        assert_close(moved, part(golden, f"perturb{i}."), TOLERANCE)
-        assert_close(problem.copy_weights(), part(golden, f"step{i}."), TOLERANCE)
+        assert_close(moved, select_part(golden, f"perturb{i}."), TOLERANCE)
+        assert_close(problem.copy_weights(), select_part(golden, f"step{i}."), TOLERANCE)
     clean, perturbed = torch.tensor(problem.losses, dtype=torch.float64).view(5, 2).unbind(1)
     losses = {"loss_clean": clean, "loss_perturbed": perturbed}
     assert_close(losses, {name: golden[name] for name in losses}, TOLERANCE)

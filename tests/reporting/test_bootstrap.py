@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from mergekit_lab.reporting import RunFiles, build_table, read_records, write_report
+from mergekit_lab.reporting import RunFiles, read_records, write_report
 from mergekit_lab.reporting.bootstrap import add_intervals
+from mergekit_lab.reporting.leaderboard import build_table
 from mergekit_lab.reporting.report import compare
 
 

@@ -4,7 +4,8 @@ import pytest
 from reporting.conftest import make_record, make_study
 from reporting.test_report import report
 
-from mergekit_lab.reporting import compare, find_warnings
+from mergekit_lab.reporting import compare
+from mergekit_lab.reporting.checks import find_warnings
 
 
 def make_expert(task: str, value: float = 0.8, zero_shot: float = 0.4, **changes):

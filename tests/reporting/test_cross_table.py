@@ -6,15 +6,10 @@ from statistics import mean, stdev
 import pytest
 
 from mergekit_lab import InputError
-from mergekit_lab.reporting import (
-    build_table,
-    print_table,
-    tabulate_across,
-    to_csv,
-    to_latex,
-    to_markdown,
-    write_cross_table,
-)
+from mergekit_lab.reporting import print_table, write_cross_table
+from mergekit_lab.reporting.cross_table import tabulate_across
+from mergekit_lab.reporting.leaderboard import build_table
+from mergekit_lab.reporting.writing import to_csv, to_latex, to_markdown
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from mergekit_lab.reporting import Origin, RunFiles, build_table, html, write_report
+from mergekit_lab.reporting import Origin, RunFiles, html, write_report
 from mergekit_lab.reporting.drawing import save_figure
 from mergekit_lab.reporting.figures import chart_lines, chart_matrix, chart_mergers, chart_plane
+from mergekit_lab.reporting.leaderboard import build_table
 from mergekit_lab.reporting.origin import list_commands
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

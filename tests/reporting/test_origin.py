@@ -36,7 +36,7 @@ def test_a_row_s_command_makes_that_row_and_no_other_merge(record, kind):
         assert cfg.mergers.ties.density == 0.3
 
 
-def test_a_merger_that_was_picked_stays_and_a_label_that_no_override_can_name_leaves_the_run_s_command(record):
+def test_a_row_s_command_keeps_a_picked_merger_and_a_label_that_overrides_cannot_name(record):
     assert make_command(record, "merger=ties", "seed=2") == "merger=ties seed=2 joint=false"
     odd = make_command(record, "+experiment=mine", mergers=("ties", "ties at 0.3"))
     assert odd == "+experiment=mine joint=false"

@@ -8,7 +8,8 @@ import pytest
 import vl_convert
 
 from mergekit_lab.paths import find_conf_dir
-from mergekit_lab.reporting import build_table, drawing, encoding, figures, names, plots
+from mergekit_lab.reporting import drawing, encoding, figures, names, plots
+from mergekit_lab.reporting.leaderboard import build_table
 
 CURVE = [
     {"step": 0, "train_loss": 2.0, "val_loss": 2.1, "val_accuracy": 0.1},

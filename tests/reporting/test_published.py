@@ -12,8 +12,8 @@ from reporting.test_report import ParsedPage, report
 
 from mergekit_lab import InputError
 from mergekit_lab.paths import find_conf_dir
-from mergekit_lab.reporting import Beside, compare, paper_tables, published, read_published, set_beside
-from mergekit_lab.reporting.paper_tables import find_conditions, find_doubt
+from mergekit_lab.reporting import Beside, compare, paper_tables, set_beside
+from mergekit_lab.reporting.paper_tables import find_conditions, find_doubt, read_published
 from mergekit_lab.reporting.published import unite
 
 FOLDER = Path(__file__).parents[2] / "mergekit_lab" / "assets" / "published"
@@ -255,7 +255,7 @@ def test_a_comparison_takes_each_number_from_the_job_that_measured_it(tmp_path) 
     assert unite([("", [LACKING])]) == ([LACKING], [])
 
 
-def test_the_mean_over_seeds_stands_beside_a_number_and_what_is_ambiguous_is_left_out_and_named() -> None:
+def test_the_mean_over_seeds_stands_beside_a_number_and_ambiguous_runs_are_named() -> None:
     other = replace(MEASURED, ours=70.0)
     (row,), notes = unite([("seed: 0\nlr: 1", [MEASURED]), ("seed: 1\nlr: 1", [other])])
     assert row.ours == pytest.approx(73.0)
@@ -319,7 +319,7 @@ def test_a_doubtful_number_says_so_and_one_that_is_not_does_not(monkeypatch) -> 
     assert {(r.finetuning, r.optimizer) for r in normalized if "65.40" in find_doubt("saft_glue", r)} == {
         ("full", "asam")
     }
-    monkeypatch.setattr(published, "read_doubts", lambda source: [])
+    monkeypatch.setattr(paper_tables, "read_doubts", lambda source: [])
     assert list_undoubted() == DOUBTFUL
 
 

@@ -14,18 +14,10 @@ import pytest
 
 from mergekit_lab.errors import say_bytes, say_duration
 from mergekit_lab.failure import write_failure
-from mergekit_lab.reporting import (
-    Failure,
-    Origin,
-    Timing,
-    build_table,
-    compare,
-    html,
-    read_records,
-    write_records,
-    write_report,
-)
+from mergekit_lab.reporting import Origin, Timing, compare, html, read_records, write_report
 from mergekit_lab.reporting.html import say_cache
+from mergekit_lab.reporting.leaderboard import build_table
+from mergekit_lab.reporting.records import Failure, write_records
 from mergekit_lab.reporting.run_files import FILES_READ, RunFiles, read_run
 
 CURVES = {"task0": [{"step": 0, "train_loss": 2.0}, {"step": 9, "train_loss": 1.0}]}

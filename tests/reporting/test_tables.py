@@ -5,7 +5,10 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from mergekit_lab.reporting import Cell, build_table, print_table, to_csv, to_latex, to_markdown
+from mergekit_lab.reporting import print_table
+from mergekit_lab.reporting.leaderboard import build_table
+from mergekit_lab.reporting.tables import Cell
+from mergekit_lab.reporting.writing import to_csv, to_latex, to_markdown
 
 
 def make_small_table(record, **changes):

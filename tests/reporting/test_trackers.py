@@ -4,7 +4,8 @@ import struct
 import pytest
 
 from mergekit_lab import InputError
-from mergekit_lab.reporting import CsvTracker, Start, TensorBoardTracker, Tracker, build_table
+from mergekit_lab.reporting import CsvTracker, Start, TensorBoardTracker, Tracker
+from mergekit_lab.reporting.leaderboard import build_table
 
 
 def read_rows(path):

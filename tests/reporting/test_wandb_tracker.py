@@ -9,7 +9,8 @@ from PIL import Image
 from reporting.wandb_offline import KEY, read_items, read_offline_records
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.reporting import Start, WandbTracker, build_table
+from mergekit_lab.reporting import Start, WandbTracker
+from mergekit_lab.reporting.leaderboard import build_table
 from mergekit_lab.reporting.wandb_tracker import flatten
 
 # wandb.Table and wandb.Image keep their files in a TemporaryDirectory that they never close

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import yaml
-from composing import TINY, compose_config
+from composing import TINY, compose_config, go
 from hydra.utils import get_class
 from pictures import leave_undrawn
 
@@ -21,7 +21,6 @@ from mergekit_lab import InputError
 from mergekit_lab.analysis.plane import measure_barrier
 from mergekit_lab.kept_results import keep_results
 from mergekit_lab.paths import find_conf_dir
-from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
 from mergekit_lab.reporting.drawing import save_figure
 from mergekit_lab.runs import analyze as stage
@@ -61,11 +60,6 @@ SMALL = {
     "hessian": ["analysis.points=2", "analysis.samples=4", "analysis.iterations=3", "analysis.products=6"],
 }
 FILES = sorted((find_conf_dir() / "analysis").glob("*.yaml"))
-
-
-def go(folder: Path, store: Path, *overrides: str) -> None:
-    cfg, choices = compose_config([*TINY, f"store.root={store}", *overrides])
-    start(cfg, folder, choices, list(overrides))
 
 
 def analyze(folder: Path, store: Path, name: str, *overrides: str, drawn: bool = False) -> dict:
@@ -277,7 +271,7 @@ def test_the_hessian_is_reported_with_what_it_took(trained, tmp_path) -> None:
         ("hessian", "analysis.tasks=[mnist]", "analysis.tasks names 'mnist'"),
         ("alpha_sweep", "merger=average", "merger.*coefficient"),
         ("fisher_fraction", "merger=average", "merger.*Fishers"),
-        ("fisher_fraction", "analysis.fractions=[0.0]", r"analysis.fractions is .* above 0"),
+        ("fisher_fraction", "analysis.fractions=[0.0]", r"analysis.fractions is .* in \(0, 1\]"),
         ("steps", "training.epochs=2", "for parts of training.steps"),
         ("task_vectors", "+analysis.rnak=2", "'analysis.rnak'.*'rank'"),
     ],
@@ -424,7 +418,7 @@ def test_no_coefficient_is_chosen_on_test_where_fishers_shrink() -> None:
 
 
 def test_a_value_out_of_range_is_refused_where_no_configuration_gives_it() -> None:
-    with pytest.raises(InputError, match=r"analysis.rank is 0; it must be at least 1"):
+    with pytest.raises(InputError, match=r"analysis\.rank is 0; .*1"):
         vectors.TaskVectors(rank=0)
 
 

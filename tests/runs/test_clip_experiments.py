@@ -112,26 +112,20 @@ def get_swept(cfg) -> dict[str, str]:
     return dict(cfg.hydra.sweeper.get("params") or {})
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory) -> Path:
-    """One store, so that experiments that share experts train them once."""
-    return tmp_path_factory.mktemp("store")
-
-
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_clip_experiment_says_its_command_and_runs_its_first_job(
-    name: str, hub: Path, shared: Path, tmp_path: Path
+    name: str, hub: Path, module_store: Path, tmp_path: Path
 ) -> None:
     head = (find_conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()[:5]
     assert head[1].startswith("# Question: ")
     assert head[2] == f"# Command:  python -m mergekit_lab +experiment={name}"
     assert head[3].startswith("# Cost: ")
-    cfg, choices = compose_config([f"+experiment={name}", *list_tiny_overrides(hub, shared)])
+    cfg, choices = compose_config([f"+experiment={name}", *list_tiny_overrides(hub, module_store)])
     sweep = get_swept(HydraConfig.instance().cfg)
     first = {key: values.split(",")[0] for key, values in sweep.items()}
     if first:
         jobs = [f"{key}={value}" for key, value in first.items() if not key.startswith("training.")]
-        cfg, choices = compose_config([f"+experiment={name}", *list_tiny_overrides(hub, shared), *jobs])
+        cfg, choices = compose_config([f"+experiment={name}", *list_tiny_overrides(hub, module_store), *jobs])
     shrink(cfg, hub)
     check(cfg)
     cells = {
@@ -149,7 +143,7 @@ def test_every_clip_experiment_says_its_command_and_runs_its_first_job(
 
 @pytest.mark.parametrize(("name", "job"), FULLY.items())
 def test_clip_experiments_run_from_repositories_as_on_the_hub(
-    name: str, job: list[str], hub: Path, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, job: list[str], hub: Path, module_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = published.read_setting
     whole, _ = compose_config([f"+experiment={name}", *job])
@@ -165,7 +159,7 @@ def test_clip_experiments_run_from_repositories_as_on_the_hub(
         )
 
     monkeypatch.setattr(published, "read_setting", get_setting)
-    cfg, choices = compose_config([f"+experiment={name}", *job, *list_tiny_overrides(hub, shared)])
+    cfg, choices = compose_config([f"+experiment={name}", *job, *list_tiny_overrides(hub, module_store)])
     shrink(cfg, hub)
     start(cfg, tmp_path, choices, [])
     beside = read_beside(tmp_path)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from composing import TINY, compose_config
+from composing import TINY, compose_config, go
 
 from mergekit_lab import InputError
 from mergekit_lab.backbones import OpenClip, linearize
@@ -13,7 +13,6 @@ from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.evaluation import score
 from mergekit_lab.optim import fit_offset
 from mergekit_lab.paths import find_conf_dir
-from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
 from mergekit_lab.runs.curvature import declare_side_input
 from mergekit_lab.runs.finetune import declare_expert, declare_fit, plan_joint_settings
@@ -33,10 +32,9 @@ def make_run(folder: Path, store: Path, *overrides: str) -> Run:
     return Run(cfg, folder, choices)
 
 
-def go(folder: Path, store: Path, *overrides: str) -> Run:
-    cfg, choices = compose_config([*TINY, f"store.root={store}", *overrides])
-    start(cfg, folder, choices, list(overrides))
-    return Run(cfg, folder, choices)
+def finish(folder: Path, store: Path, *overrides: str) -> Run:
+    go(folder, store, *overrides)
+    return make_run(folder, store, *overrides)
 
 
 def read_manifests(store: Path, kind: str) -> list[dict]:
@@ -46,7 +44,7 @@ def read_manifests(store: Path, kind: str) -> list[dict]:
 @pytest.mark.parametrize("finetuning", FINETUNINGS)
 def test_a_run_stores_experts_of_every_parametrization_under_the_bases_names(finetuning: str, tmp_path) -> None:
     overrides = ["stage=finetune", *ONLY_DIGITS, f"finetuning={finetuning}", "optimizer=asam"]
-    run = go(tmp_path / "run", tmp_path / "store", *overrides)
+    run = finish(tmp_path / "run", tmp_path / "store", *overrides)
     base, expert = BASE.make_model().state_dict(), load_state(run.need(declare_expert(run, "digits")))
     assert {n: t.shape for n, t in expert.items()} == {n: t.shape for n, t in base.items()}
     moved = {n for n, t in base.items() if not torch.equal(expert[n], t)}
@@ -56,7 +54,7 @@ def test_a_run_stores_experts_of_every_parametrization_under_the_bases_names(fin
 
 def test_a_run_of_linearized_experts_evaluates_the_expansion_at_the_merged_weights(tmp_path) -> None:
     overrides = ["finetuning=linearized", "training.lr=1e-2", "merger=task_arithmetic", "joint=false"]
-    run = go(tmp_path / "run", tmp_path / "store", *overrides)
+    run = finish(tmp_path / "run", tmp_path / "store", *overrides)
     (record,) = [r for r in read_records(tmp_path / "run/records.jsonl") if r.merger and r.task == "latin"]
     assert record.finetuning == "linearized"
     (merged,) = read_manifests(tmp_path / "store", "merged")
@@ -74,7 +72,9 @@ def test_a_run_of_linearized_experts_evaluates_the_expansion_at_the_merged_weigh
 
 def test_fishers_of_linearized_experts_have_the_bases_names(tmp_path) -> None:
     overrides = ["finetuning=linearized", "merger=fisher", "joint=false", "training.steps=1"]
-    run = go(tmp_path / "run", tmp_path / "store", *overrides, "training.warmup_steps=0", "curvature.samples=4")
+    run = finish(
+        tmp_path / "run", tmp_path / "store", *overrides, "training.warmup_steps=0", "curvature.samples=4"
+    )
     side = run.need(declare_side_input(run, "fisher", "digits"))
     fisher = dict(open_checkpoint(side.find_file("fisher.safetensors")))
     assert fisher.keys() == {n for n, t in BASE.make_model().state_dict().items() if t.is_floating_point()}
@@ -144,7 +144,7 @@ def test_optimizers_that_average_plan_over_the_steps_of_their_budget(tmp_path) -
 def test_a_run_under_a_clock_says_so_and_the_joint_model_has_the_budget_of_all(tmp_path, caplog) -> None:
     overrides = ["training.budget=seconds", "training.seconds=0.3", "training.batch_size=4", "stage=finetune"]
     with caplog.at_level("INFO"):
-        run = go(tmp_path / "run", tmp_path / "store", *overrides)
+        run = finish(tmp_path / "run", tmp_path / "store", *overrides)
     assert "not reproducible bit for bit" in caplog.text
     assert plan_joint_settings(run).seconds == pytest.approx(0.6)
     assert all(m["info"]["step"] >= 1 for m in read_manifests(tmp_path / "store", "experts"))
@@ -174,7 +174,7 @@ def test_a_run_under_a_clock_says_so_and_the_joint_model_has_the_budget_of_all(t
         (["training.accumulate=17"], r"training\.batch_size = 16"),
         (["optimizer=mergopt", "optimizer.scale=fit", "finetuning=lora"], "trains factors"),
         (["optimizer=mergopt", "optimizer.scale=fit", "optimizer.loc=1e-3"], "set loc=0"),
-        (["optimizer=mergopt", "optimizer.scale=fitt"], r"scale is 'fitt'; did you mean 'fit'"),
+        (["optimizer=mergopt", "optimizer.scale=fitt"], r"scale is 'fitt'.*'fit'"),
         (["finetuning.rank=3"], "rank"),
         (["finetuning=lora", "finetuning.rank=0"], r"finetuning\.rank is 0"),
         (["finetuning._target_=mergekit_lab.backbones.OpenClip", "+finetuning.architecture=a",
@@ -189,7 +189,7 @@ def test_what_does_not_go_together_is_refused_before_any_work(overrides, match: 
 def test_offsets_are_fitted_to_the_task_vectors_of_the_base_optimizers_experts(tmp_path, monkeypatch) -> None:
     store, only = tmp_path / "store", ["stage=finetune", *ONLY_DIGITS]
     fitted = [*only, "optimizer=mergopt", "optimizer.scale=fit"]
-    run = go(tmp_path / "run", store, *fitted)
+    run = finish(tmp_path / "run", store, *fitted)
     plain = make_run(tmp_path, store, *only)
     pilot = load_state(plain.need(declare_expert(plain, "digits")))
     base = BASE.make_model().state_dict()
@@ -197,7 +197,7 @@ def test_offsets_are_fitted_to_the_task_vectors_of_the_base_optimizers_experts(t
     fit = run.need(declare_fit(run)).info
     assert (fit["loc"], fit["scale"]) == (wanted.loc, wanted.scale)
     settings = [f"optimizer.loc={wanted.loc!r}", f"optimizer.scale={wanted.scale!r}"]
-    by_hand = go(tmp_path / "run", store, *only, "optimizer=mergopt", *settings)
+    by_hand = finish(tmp_path / "run", store, *only, "optimizer=mergopt", *settings)
     expert, same = (
         load_state(run.need(declare_expert(run, "digits"))),
         load_state(by_hand.need(declare_expert(by_hand, "digits"))),

@@ -21,7 +21,8 @@ from mergekit_lab import InputError
 from mergekit_lab.evaluation import load_harness_task, score_with_harness
 from mergekit_lab.evaluation.harness import read_results, run_harness
 from mergekit_lab.programs import start
-from mergekit_lab.reporting import build_table, read_records
+from mergekit_lab.reporting import read_records
+from mergekit_lab.reporting.leaderboard import build_table
 from mergekit_lab.runs.published_experts import import_expert, read_import_content
 from mergekit_lab.runs.run import Run
 from mergekit_lab.runs.settle import settle

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from composing import compose_config
-from language import Colors, make_tiny_backbone, save_tiny
+from language import Colors, make_tiny_backbone
 
 from mergekit_lab import InputError
 from mergekit_lab.analysis.plane import Sample, Weights, cross_task_linearity, find_blocks
@@ -31,14 +31,6 @@ SMALL = [
         for part, size in (("train", 24), ("validation", 6), ("test", 8))
     ],
 ]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return {
-        architecture: save_tiny(tmp_path_factory.mktemp(architecture), architecture)
-        for architecture in ("llama", "t5")
-    }
 
 
 def configure(folder, architecture, store, *more):
@@ -265,7 +257,7 @@ def test_bfloat16_weights_train_as_float32_so_that_offsets_stay_and_are_stored_a
         configure(folders["llama"], "llama", tmp_path, "optimizer=mergopt", "training.precision=bf16-true")
 
 
-def test_a_language_model_and_images_are_told_that_they_do_not_go_together(folders, tmp_path) -> None:
+def test_a_language_model_with_images_is_refused(folders, tmp_path) -> None:
     cfg, choices = compose_config(
         ["backbone=hf_causal", f"backbone.source={folders['llama']}", f"store.root={tmp_path}"]
     )

@@ -31,20 +31,6 @@ SWEEPS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return {
-        architecture: save_tiny(tmp_path_factory.mktemp(architecture), architecture)
-        for architecture in ("llama", "t5")
-    }
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    """One store: experiments that have experts in common train them once."""
-    return tmp_path_factory.mktemp("store")
-
-
 def write_rows(folder, node) -> None:
     """Files as the task's source has them: its templates' columns, answers among its labels or choices."""
     folder.mkdir(parents=True)
@@ -88,7 +74,9 @@ def compose_small(name, folders, tmp_path, store):
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_says_its_command_and_runs_fast(name, folders, shared, tmp_path, monkeypatch) -> None:
+def test_every_experiment_says_its_command_and_runs_fast(
+    name, folders, module_store, tmp_path, monkeypatch
+) -> None:
     real = published.read_setting
     whole, _ = compose_config([f"+experiment={name}"])
 
@@ -101,7 +89,7 @@ def test_every_experiment_says_its_command_and_runs_fast(name, folders, shared, 
     assert any(line.startswith("# Question:") for line in head)
     assert f"# Command:  python -m mergekit_lab +experiment={name}" in head
     assert any(line.startswith("# Cost:") for line in head)
-    cfg, choices = compose_small(name, folders, tmp_path, shared)
+    cfg, choices = compose_small(name, folders, tmp_path, module_store)
     start(cfg, tmp_path / "run", choices, [])
     records = read_records(tmp_path / "run/records.jsonl")
     assert {r.task for r in records} == set(cfg.suite.tasks)

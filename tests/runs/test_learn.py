@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from composing import TINY, compose_config
+from composing import TINY, compose_config, go
 from omegaconf import OmegaConf
 
 from mergekit_lab import InputError, open_checkpoint
@@ -19,15 +19,14 @@ from mergekit_lab.schema.run import Search
 LEARNING = ["merger=adamerging", "merger.learn.steps=6", "merger.learn.lr=0.05", "joint=false"]
 
 
-def go(folder: Path, store: Path, *overrides: str) -> None:
-    cfg, choices = compose_config([*TINY, f"store.root={store}", *LEARNING, *overrides])
-    start(cfg, folder, choices, list(overrides))
+def learn(folder: Path, store: Path, *overrides: str) -> None:
+    go(folder, store, *LEARNING, *overrides)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("adaptive")
-    go(folder / "first", folder / "store")
+    learn(folder / "first", folder / "store")
     return folder / "first", folder / "store"
 
 
@@ -66,18 +65,18 @@ def test_a_second_run_learns_nothing_and_other_settings_learn_anew(finished, tmp
     def count() -> int:
         return len(list((store / "coefficients").glob("*/manifest.json")))
 
-    go(tmp_path, store)
+    learn(tmp_path, store)
     assert count() == 1
-    go(tmp_path, store, "stage=merge", "merger.learn.part=validation")
+    learn(tmp_path, store, "stage=merge", "merger.learn.part=validation")
     assert count() == 2
-    go(tmp_path, store, "stage=merge", "merger.learn.layer_wise=false")
+    learn(tmp_path, store, "stage=merge", "merger.learn.layer_wise=false")
     assert count() == 3
 
 
 def test_given_weights_are_merged_without_learning(finished, tmp_path) -> None:
     _, store = finished
     before = len(list((store / "coefficients").glob("*/manifest.json")))
-    go(tmp_path, store, "stage=merge", "merger.learn=null", "merger.weights=[0.2,0.6]")
+    learn(tmp_path, store, "stage=merge", "merger.learn=null", "merger.weights=[0.2,0.6]")
     assert len(list((store / "coefficients").glob("*/manifest.json"))) == before
 
 
@@ -93,12 +92,12 @@ def test_given_weights_are_merged_without_learning(finished, tmp_path) -> None:
 )
 def test_what_cannot_be_is_refused_before_any_work(override: str, match: str, tmp_path) -> None:
     with pytest.raises(InputError, match=match):
-        go(tmp_path / "run", tmp_path / "store", override)
+        learn(tmp_path / "run", tmp_path / "store", override)
     assert not (tmp_path / "store/experts").exists()
 
 
 def test_a_merge_without_a_model_says_that_there_is_nothing_to_learn_from() -> None:
-    with pytest.raises(InputError, match="learns its weights from a model"):
+    with pytest.raises(InputError, match="learns its weights"):
         merge_state_dicts({"w": torch.ones(2)}, [{"w": torch.zeros(2)}], AdaMerging(learn=Learning(steps=3)))
 
 
@@ -143,7 +142,7 @@ def test_weights_are_searched_on_validation_and_the_model_is_made_of_the_best(
 def test_a_pattern_that_matches_nothing_is_refused_before_anything_is_trained(how, of: str, tmp_path) -> None:
     tiny = [each for each in TINY if not each.startswith("search.")]
     cfg, choices = compose_config([*tiny, *how, f"store.root={tmp_path}/store", "joint=false", "merger=ties"])
-    with pytest.raises(InputError, match=rf"a pattern of {of} is '\*\.mpl\.\*'; it must be one that matches"):
+    with pytest.raises(InputError, match=rf"{of} is '\*\.mpl\.\*'"):
         start(cfg, tmp_path, choices, how)
     assert not (tmp_path / "store/experts").exists()
 

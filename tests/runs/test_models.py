@@ -9,7 +9,7 @@ from mergekit_lab.runs.models import Model
 
 def test_a_model_of_several_tasks_is_loaded_once_unless_something_else_was_written() -> None:
     model, ones = nn.Linear(2, 2), {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
-    run = SimpleNamespace(model=model, base_content={"name": "base"})
+    run = SimpleNamespace(model=model, base_content={"name": "base"}, load_weights=model.load_state_dict)
     zero_shot = Model("zero_shot", ("a", "b"))
 
     with patch.object(Model, "read_state", return_value=ones) as read:

@@ -286,7 +286,7 @@ def test_training_on_windows_that_was_cut_gives_the_same_bits_as_one_that_was_no
     assert read_experts(tmp_path / "cut") == whole
 
 
-def test_a_test_image_that_cannot_be_decoded_is_told_of_before_training(data, tmp_path) -> None:
+def test_a_test_image_that_cannot_be_decoded_is_named_before_training(data, tmp_path) -> None:
     rows = make_pictures(3, 10, 1)
     rows[2] = (rows[2][0][:60], 2)  # its header can be read
     write_parquet(data / "eurosat" / "data" / "test-00000-of-00002.parquet", rows)

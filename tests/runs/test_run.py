@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from composing import TINY, compose_config
+from composing import TINY, compose_config, go
 from omegaconf import OmegaConf
 
 from mergekit_lab import InputError, open_checkpoint
 from mergekit_lab.evaluation import score
-from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.records import Failure
@@ -27,11 +26,6 @@ from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.run import Run
 
 MERGERS = ["average", "task_arithmetic", "ties", "dare", "fisher", "tsvm", "epimer"]
-
-
-def go(folder: Path, store: Path, *overrides: str) -> None:
-    cfg, choices = compose_config([*TINY, f"store.root={store}", *overrides])
-    start(cfg, folder, choices, list(overrides))
 
 
 def count(store: Path, kind: str) -> int:
@@ -157,7 +151,7 @@ def test_merges_of_a_stage_read_every_expert_once_where_a_device_has_room(
     methods = [WeightAverage(), TIES(density=0.3), TIES(density=0.1)]
     wanted = [merge_experts(run, method) for method in methods]
     assert not opened
-    monkeypatch.setattr(combine, "read_total_memory", lambda device: 1 << 30)
+    run.room = 1 << 30
     for method, state in zip(methods, wanted, strict=True):
         again = merge_experts(run, method)
         assert all(torch.equal(again[name], value) for name, value in state.items())
@@ -319,7 +313,7 @@ def limit_file_size(size: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_disk_that_is_full_before_the_run_is_told_before_it(tmp_path) -> None:
+def test_a_disk_that_is_full_before_the_run_is_named_before_it(tmp_path) -> None:
     from hydra_plugins.mergekit_lab.run_folder import RunFolder
 
     folders = {mode: {"dir": str(tmp_path / "run")} for mode in ("run", "sweep")}

@@ -142,9 +142,7 @@ def test_what_is_not_sound_is_removed_when_that_is_confirmed_and_nothing_else(fo
     assert not list((folder / "store/work/removed").iterdir())
 
 
-def test_what_was_cut_in_the_making_is_listed_and_pruned_by_age_unless_somebody_is_at_work(
-    folder, caplog
-) -> None:
+def test_half_made_artifacts_are_listed_and_pruned_by_age_unless_in_work(folder, caplog) -> None:
     store = Store(folder / "store")
     left = store.root / "work/experts" / make_key({"n": 1})
 

@@ -129,7 +129,7 @@ TIES_NODE = "{_target_: mergekit_lab.merging.TIES}"
     "node",
     [
         "{_target_: theirs.Stranger}",
-        "{_target_: theirs.silent}",
+        "{_target_: theirs.record_call}",
         "{_target_: mergekit_lab.merging.factor_method, method: 3}",
         "{_target_: mergekit_lab.checkpoints.make_folder, out: here}",
         "{_target_: mergekit_lab.backbones.Full}",
@@ -137,7 +137,7 @@ TIES_NODE = "{_target_: mergekit_lab.merging.TIES}"
         "{_target_: os.remove, path: here}",
         "{_target_: mergekit_lab.merging.DARE, inner: {_target_: theirs.Stranger}}",
         "{_target_: mergekit_lab.merging.DARE, seed: {_target_: theirs.Stranger}}",
-        "{_target_: mergekit_lab.merging.TIES, weights: [{_target_: theirs.silent}]}",
+        "{_target_: mergekit_lab.merging.TIES, weights: [{_target_: theirs.record_call}]}",
         "{_target_: theirs.Untyped, other: " + TIES_NODE + "}",
         "{_target_: theirs.Typed, others: [{_target_: theirs.Stranger}], make: " + TIES_NODE + "}",
         "{_target_: mergekit_lab.merging.TIES, _args_: [{_target_: theirs.Stranger}]}",
@@ -157,7 +157,7 @@ def test_a_target_that_makes_something_else_is_refused_before_it_is_called(node:
 
 
 def test_nothing_is_built_where_nothing_is_declared(theirs) -> None:
-    for text in ("anything: {_target_: theirs.Stranger}", "anything: [{x: {_target_: theirs.silent}}]"):
+    for text in ("anything: {_target_: theirs.Stranger}", "anything: [{x: {_target_: theirs.record_call}}]"):
         with pytest.raises(InputError, match="_target_"):
             check_text(f"{{group: {{}}, {text}}}")
     assert theirs == []
@@ -166,26 +166,26 @@ def test_nothing_is_built_where_nothing_is_declared(theirs) -> None:
 def test_a_users_own_class_and_a_function_that_says_what_it_makes_are_targets(theirs) -> None:
     own = build({"_target_": "theirs.Own", "coefficient": 0.4}, Method)
     assert own.scale == 0.4
-    assert build({"_target_": "theirs.factory", "density": 0.3}, Method) == TIES(density=0.3)
+    assert build({"_target_": "theirs.make_ties", "density": 0.3}, Method) == TIES(density=0.3)
     nested = {"_target_": "mergekit_lab.merging.DARE", "inner": {"_target_": "theirs.Own"}}
     assert isinstance(build(nested, DARE).inner, TaskArithmetic)
     with pytest.raises(InputError, match=r"'densty'.*'density'"):
-        build({"_target_": "theirs.factory", "densty": 0.3}, Method)
+        build({"_target_": "theirs.make_ties", "densty": 0.3}, Method)
 
 
 @pytest.mark.parametrize(
     "lines",
     [
-        ["merger._target_=theirs.silent"],
-        ["finetuning._target_=theirs.silent"],
-        ["optimizer.base._target_=theirs.silent"],
-        ["backbone._target_=theirs.silent"],
-        ["suite.tasks.digits._target_=theirs.silent"],
-        ["logger._target_=theirs.silent"],
-        ["analysis._target_=theirs.silent"],
-        ["+search.fields={inner: [{_target_: theirs.silent}]}"],
-        ["+trainer.strategy={_target_: theirs.silent}"],
-        ["experts={a: {_target_: theirs.silent}}"],
+        ["merger._target_=theirs.record_call"],
+        ["finetuning._target_=theirs.record_call"],
+        ["optimizer.base._target_=theirs.record_call"],
+        ["backbone._target_=theirs.record_call"],
+        ["suite.tasks.digits._target_=theirs.record_call"],
+        ["logger._target_=theirs.record_call"],
+        ["analysis._target_=theirs.record_call"],
+        ["+search.fields={inner: [{_target_: theirs.record_call}]}"],
+        ["+trainer.strategy={_target_: theirs.record_call}"],
+        ["experts={a: {_target_: theirs.record_call}}"],
     ],
 )
 @pytest.mark.parametrize("more", [["dry_run=true"], ["stage=check_data"]])

@@ -31,7 +31,7 @@ def take_in_turn(path: Path, threads: int, seconds: float) -> list[int]:
     inside, most = [], []
 
     def work() -> None:
-        with FolderLock(path, "it", stale_after=0.4, poll=0.01):
+        with FolderLock(path, "it", stale_after=0.4):
             inside.append(1)
             most.append(len(inside))
             time.sleep(seconds)
@@ -50,7 +50,7 @@ def take(path: Path, stale_after: float = 60.0) -> threading.Event:
     taken = threading.Event()
 
     def work() -> None:
-        with FolderLock(path, "it", stale_after=stale_after, poll=0.05):
+        with FolderLock(path, "it", stale_after=stale_after):
             taken.set()
 
     threading.Thread(target=work, daemon=True).start()
@@ -71,7 +71,7 @@ def test_of_waiters_that_find_it_abandoned_one_takes_it(tmp_path) -> None:
 def test_another_host_s_lock_without_a_sign_is_taken_over_after_its_time(tmp_path) -> None:
     mark = leave(tmp_path / "lock")
     begun = time.monotonic()
-    with FolderLock(tmp_path / "lock", "it", stale_after=0.6, poll=0.05) as lock:
+    with FolderLock(tmp_path / "lock", "it", stale_after=0.6) as lock:
         assert time.monotonic() - begun >= 0.6
         assert lock.held
         assert not mark.exists()
@@ -184,7 +184,7 @@ def test_the_lock_of_a_killed_process_of_this_host_is_taken_at_once(tmp_path) ->
 def test_a_process_that_was_stopped_and_goes_on_knows_that_its_lock_is_another_s(tmp_path) -> None:
     holder = start_holder(tmp_path / "lock", 0.5, 0.3)
     os.kill(holder.pid, signal.SIGSTOP)
-    with FolderLock(tmp_path / "lock", "it", stale_after=0.5, poll=0.05) as lock:
+    with FolderLock(tmp_path / "lock", "it", stale_after=0.5) as lock:
         os.kill(holder.pid, signal.SIGCONT)
         holder.join()
         assert (tmp_path / "ended").read_text() == "False"

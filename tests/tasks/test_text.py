@@ -127,7 +127,7 @@ def test_a_byte_order_mark_is_no_part_of_a_columns_name(tmp_path) -> None:
     assert TextFile(name="t", source=str(tmp_path)).load_samples("train").prompts == ("a",)
 
 
-def test_prompts_that_two_parts_share_are_told_of(tmp_path, caplog) -> None:
+def test_prompts_that_two_parts_share_are_reported(tmp_path, caplog) -> None:
     write(tmp_path / "data", ".jsonl")
     write(tmp_path / "data", ".jsonl", "validation", [{"text": f"other {i}", "label": 1} for i in range(4)])
     write(tmp_path / "data", ".jsonl", "test", [*ROWS[:3], {"text": "new", "label": 1}])

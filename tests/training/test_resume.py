@@ -185,7 +185,7 @@ def whole_and_cut(tmp_path_factory, head):
         (pack_again, ""),
     ],
 )
-def test_what_cannot_be_gone_on_from_is_told_and_the_weights_are_those_of_an_undisturbed_training(
+def test_a_damaged_checkpoint_is_named_and_the_weights_are_those_of_an_undisturbed_training(
     tmp_path, head, caplog, whole_and_cut, damage, message: str
 ) -> None:
     whole, cut = whole_and_cut
@@ -200,7 +200,7 @@ def test_what_cannot_be_gone_on_from_is_told_and_the_weights_are_those_of_an_und
 
 
 @pytest.mark.parametrize("name", ["last", "best"])
-def test_a_checkpoint_of_another_expert_is_told_and_not_gone_on_from(
+def test_a_checkpoint_of_another_expert_is_named_and_not_resumed(
     tmp_path, head, caplog, whole_and_cut, name
 ) -> None:
     whole, cut = whole_and_cut
@@ -213,7 +213,7 @@ def test_a_checkpoint_of_another_expert_is_told_and_not_gone_on_from(
     assert all(torch.equal(value, whole.state[n]) for n, value in again.state.items())
 
 
-def test_a_checkpoint_that_was_trained_from_other_weights_is_told_and_not_gone_on_from(
+def test_a_checkpoint_trained_from_other_weights_is_named_and_not_resumed(
     tmp_path, head, caplog, whole_and_cut
 ) -> None:
     shutil.copytree(whole_and_cut[1], tmp_path / "cut")

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from annotated_types import Gt, Le, MinLen
+from annotated_types import Gt, MinLen
 
 from mergekit_lab.errors import InputError
+from mergekit_lab.ranges import Count, Share
 from mergekit_lab.reporting.figures import Curve, chart_lines, chart_mergers
-from mergekit_lab.runs.analyses.contract import Count, Data, Drawing, compute_each, say_left_out
+from mergekit_lab.runs.analyses.contract import Data, Drawing, compute_each, say_left_out
 from mergekit_lab.runs.analyses.sweeps import Sweep, draw_best, merge_keys
 from mergekit_lab.runs.curvature import declare_side_input, stage_curvature
 from mergekit_lab.runs.finetune import declare_expert, stage_finetune
@@ -31,9 +32,7 @@ class FisherFraction(Sweep):
         batch: of samples; null: a share is any number of them.
     """
 
-    fractions: Annotated[tuple[Annotated[float, Gt(0), Le(1)], ...], MinLen(1)] = (
-        *(0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0),
-    )
+    fractions: Annotated[tuple[Share, ...], MinLen(1)] = (0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
     batch: Count | None = 64
     coefficients: Annotated[tuple[float, ...], MinLen(1)] = (1.0,)
     part: Part = "test"

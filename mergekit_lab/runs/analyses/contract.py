@@ -11,24 +11,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Any
 
 import torch
-from annotated_types import Ge
 from torch import Tensor
 
 from mergekit_lab.analysis.plane import Sample, evaluate_line
 from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.kept_results import Cell, keep_results
+from mergekit_lab.ranges import Count, check_settings
 from mergekit_lab.reporting.encoding import Chart
 from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.run import Run, load_state
-from mergekit_lab.schema.values import check_value
 from mergekit_lab.tasks import Part
 
 Data = dict[str, Any]
-Count = Annotated[int, Ge(1)]
-"""A setting that is a whole number of at least 1."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +40,7 @@ class Analysis:
     """Base of all analyses. The types of the fields say which values they may have."""
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self), include_extras=True)
-        for name in type(self).__dataclass_fields__:  # type: ignore[attr-defined]
-            check_value(getattr(self, name), hints[name], f"analysis.{name}")
+        check_settings(type(self), vars(self), "analysis.{}")
 
     def describe_content(self, run: Run) -> dict[str, Any]:
         """Everything that decides the numbers, and nothing else."""
@@ -125,10 +120,9 @@ class OnSamples(Analysis):
 
     def score_experts(self, run: Run) -> dict[str, float]:
         """Every expert's value on its own task."""
-        states = ((task, read_states(run, [task])[task]) for task in run.tasks)
         return {
-            task: self.score_line(run, run.base_state, state, [1.0], [task])[task]["value"][0]
-            for task, state in states
+            task: self.score_line(run, run.base_state, end, [1.0], [task])[task]["value"][0]
+            for task, end in read_states(run, run.tasks).items()
         }
 
 

@@ -12,11 +12,11 @@ from mergekit_lab.analysis.plane import Weights, measure_barrier
 from mergekit_lab.batches import to_device
 from mergekit_lab.curvature import Hessian, top_eigenvalues, trace
 from mergekit_lab.errors import InputError
+from mergekit_lab.ranges import Count
 from mergekit_lab.reporting.figures import Curve, chart_lines, chart_mergers
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.runs.analyses.contract import (
     Analysis,
-    Count,
     Data,
     Drawing,
     OnSamples,

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from mergekit_lab.analysis.plane import Row, Weights, evaluate_plane
 from mergekit_lab.errors import InputError
-from mergekit_lab.ranges import require
+from mergekit_lab.ranges import Count, require
 from mergekit_lab.reporting.encoding import Chart
 from mergekit_lab.reporting.figures import chart_plane
 from mergekit_lab.runs.analyses.contract import (
-    Count,
     Data,
     Drawing,
     OnSamples,

@@ -14,9 +14,9 @@ from annotated_types import Ge, MinLen
 
 from mergekit_lab.errors import InputError, suggest
 from mergekit_lab.merging import EpiMer, Method
+from mergekit_lab.ranges import Count
 from mergekit_lab.reporting.figures import Curve, chart_lines, chart_mergers
 from mergekit_lab.runs.analyses.contract import (
-    Count,
     Data,
     Drawing,
     OnSamples,

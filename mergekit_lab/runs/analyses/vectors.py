@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from annotated_types import Ge, Gt, Le, MinLen
+from annotated_types import Ge, MinLen
 from torch import Tensor
 
 from mergekit_lab.analysis import Interference, measure_layers
@@ -18,10 +18,10 @@ from mergekit_lab.analysis.plane import Weights, cross_task_linearity, find_bloc
 from mergekit_lab.merging import TaskArithmetic
 from mergekit_lab.merging.inputs import open_inputs
 from mergekit_lab.optim import fit_offset
+from mergekit_lab.ranges import Count, Share
 from mergekit_lab.reporting.figures import chart_lines, chart_matrix
 from mergekit_lab.runs.analyses.contract import (
     Analysis,
-    Count,
     Data,
     Drawing,
     OnSamples,
@@ -186,7 +186,7 @@ class EntryDistribution(Analysis):
     """
 
     bins: Annotated[int, Ge(2)] = 101
-    share: Annotated[float, Gt(0), Le(1)] = 0.99
+    share: Share = 0.99
 
     def describe_content(self, run: Run) -> dict[str, Any]:
         return {
