@@ -167,12 +167,12 @@ class ImageObjective(Objective):
         return Assessment(loss, len(labels), logits.argmax(dim=-1))
 
     def measure(self, predictions: Sequence[Any], part: Part, index: Tensor) -> dict[str, float]:
-        right = self.score_samples(predictions, part, index)
-        return {"accuracy": sum(right) / len(right)}
+        hits = self.score_samples(predictions, part, index)
+        return {"accuracy": sum(hits) / len(hits)}
 
     def score_samples(self, predictions: Sequence[Any], part: Part, index: Tensor) -> Sequence[float]:
-        right: list[float] = (torch.tensor(predictions) == self.task.load_samples(part).labels[index]).tolist()
-        return right
+        hits: list[float] = (torch.tensor(predictions) == self.task.load_samples(part).labels[index]).tolist()
+        return hits
 
 
 class _ChunkReader:
@@ -215,5 +215,5 @@ def _load(images: Any, stream: torch.cuda.Stream, index: Tensor) -> tuple[Tensor
 
 def check_crop(scale: Sequence[float] | None) -> None:
     """Raise `InputError` unless `scale` is None or a range of shares in (0, 1]."""
-    right = scale is None or (len(scale) == 2 and 0 < scale[0] <= scale[1] <= 1)
-    require(right, "backbone.crop", scale, "two shares of the area, 0 < from ≤ to ≤ 1")
+    is_range = scale is None or (len(scale) == 2 and 0 < scale[0] <= scale[1] <= 1)
+    require(is_range, "backbone.crop", scale, "two shares of the area, 0 < from ≤ to ≤ 1")

@@ -7,7 +7,7 @@ then taken, because fine-tuning that model cannot change it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ _TOWERS = {
         "logit_scale": "logit_scale",
     },
 }
+_THEIRS = {tower + own: theirs for tower, names in _TOWERS.items() for own, theirs in names.items()}
 _BLOCK = {
     "ln_1": "layer_norm1",
     "ln_2": "layer_norm2",
@@ -70,10 +71,10 @@ def to_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if name.endswith(("attn.in_proj_weight", "attn.in_proj_bias")):
-            stem, _, kind = name.rpartition("attn.in_proj_")
+            stem, _, ending = name.rpartition("attn.in_proj_")
             layer = _rename(f"{stem}ln_1.bias").removesuffix("layer_norm1.bias")
             for part, piece in zip("qkv", tensor.chunk(3), strict=True):
-                out[f"{layer}self_attn.{part}_proj.{kind}"] = piece.contiguous()
+                out[f"{layer}self_attn.{part}_proj.{ending}"] = piece.contiguous()
         else:
             out[_rename(name)] = tensor.t().contiguous() if name in _TRANSPOSED else tensor
     return out
@@ -97,41 +98,35 @@ def from_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             parts = [name.replace(".q_proj.", f".{part}_proj.") for part in "qkv"]
             if missing := [part for part in parts if part not in named]:
                 raise InputError(f"the CLIP weights lack {join_names(missing)}")
-            stem, _, kind = name.rpartition("self_attn.q_proj.")
+            stem, _, ending = name.rpartition("self_attn.q_proj.")
             layer = _restore(f"{stem}layer_norm1.bias").removesuffix("ln_1.bias")
-            out[f"{layer}attn.in_proj_{kind}"] = torch.cat([named[part] for part in parts])
+            out[f"{layer}attn.in_proj_{ending}"] = torch.cat([named[part] for part in parts])
         elif ".self_attn.k_proj." not in name and ".self_attn.v_proj." not in name:
             own = _restore(name)
             out[own] = tensor.t().contiguous() if own in _TRANSPOSED else tensor
     return out
 
 
-def _list_pairs() -> Iterator[tuple[str, str]]:
-    for tower, names in _TOWERS.items():
-        for own, theirs in names.items():
-            yield tower + own, theirs
-
-
 def _rename(name: str) -> str:
-    for own, theirs in sorted(_list_pairs(), key=lambda pair: -len(pair[0])):
-        if name == own or name.startswith(own + "."):
-            return _rename_in_block(theirs + name[len(own) :], _BLOCK)
-    raise InputError(f"{name!r} has no counterpart in transformers' CLIP")
+    return _translate(name, _THEIRS, _BLOCK, "transformers'")
 
 
 def _restore(name: str) -> str:
-    for own, theirs in sorted(_list_pairs(), key=lambda pair: -len(pair[1])):
-        if name == theirs or name.startswith(theirs + "."):
-            return _rename_in_block(own + name[len(theirs) :], {theirs: own for own, theirs in _BLOCK.items()})
-    raise InputError(f"{name!r} has no counterpart in open_clip's CLIP")
+    own, own_block = ({theirs: own for own, theirs in names.items()} for names in (_THEIRS, _BLOCK))
+    return _translate(name, own, own_block, "open_clip's")
 
 
-def _rename_in_block(name: str, names: Mapping[str, str]) -> str:
-    for own, theirs in names.items():
-        for kind in ("weight", "bias"):
-            if name.endswith(f".{own}.{kind}"):
-                return name.removesuffix(f"{own}.{kind}") + f"{theirs}.{kind}"
-    return name
+def _translate(name: str, names: Mapping[str, str], in_block: Mapping[str, str], whose: str) -> str:
+    """A name of the one library in the other; messages say whose names those are."""
+    stem = max((stem for stem in names if f"{name}.".startswith(f"{stem}.")), key=len, default=None)
+    if stem is None:
+        raise InputError(f"{name!r} has no counterpart in {whose} CLIP")
+    renamed = names[stem] + name.removeprefix(stem)
+    for own, theirs in in_block.items():
+        for ending in ("weight", "bias"):
+            if renamed.endswith(f".{own}.{ending}"):
+                return renamed.removesuffix(f"{own}.{ending}") + f"{theirs}.{ending}"
+    return renamed
 
 
 def as_image_tower(state: Mapping[str, Tensor], base: Mapping[str, Tensor], label: str) -> dict[str, Tensor]:

@@ -8,19 +8,35 @@ Legend: N images, C classes, D embedding width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
+from mergekit_lab.checkpoints import open_checkpoint, write_tensors
 from mergekit_lab.errors import InputError
-from mergekit_lab.tasks import ImageTask, Part
+from mergekit_lab.tasks import ImageTask, Keeper, Part
 
+_FILE = "head.safetensors"
 _BATCH = 512
 _PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1)
 _ITERATIONS = 200
+
+
+def keep_head(keep: Keeper, content: Mapping[str, Any], make: Callable[[], Tensor]) -> Tensor:
+    """The head `[C, D]` that `keep` holds under `content`, everything that it depends on; made if there is
+    none.
+    """
+
+    def write(out: Path) -> dict[str, Any]:
+        head = make()
+        write_tensors(out / _FILE, {"head": head})
+        return {"classes": len(head)}
+
+    return open_checkpoint(keep("heads", content, 0, write) / _FILE)["head"]
 
 
 @torch.no_grad()
@@ -44,18 +60,18 @@ def make_prototype_head(
         InputError: a class has no training image.
     """
     features, labels = compute_features(encoder, task, "train", device)
-    return make_prototypes(features, labels, task.classes, temperature, task.name, "image")
+    return make_prototypes(features, labels, task.classes, temperature, task.name, "an image")
 
 
 def make_prototypes(
-    features: Tensor, labels: Tensor, classes: Sequence[str], temperature: float, task: str, kind: str
+    features: Tensor, labels: Tensor, classes: Sequence[str], temperature: float, task: str, sample: str
 ) -> Tensor:
     """Class means of features `[N, D]`, normalized, times the temperature: float32 `[C, D]`, on the CPU.
 
     Args:
         labels: int64 `[N]`.
         classes: the class names.
-        task, kind: the names of the task and of a sample in error messages.
+        task, sample: what error messages call the task and a sample of it.
 
     Raises:
         InputError: a class has no sample.
@@ -63,9 +79,8 @@ def make_prototypes(
     sums = torch.zeros(len(classes), features.shape[1], device=features.device).index_add_(0, labels, features)
     empty = (torch.bincount(labels, minlength=len(classes)) == 0).nonzero().flatten().tolist()
     if empty:
-        article = "an" if kind == "image" else "a"
         raise InputError(
-            f"a prototype head needs {article} {kind} of every class, but the training part of "
+            f"a prototype head needs {sample} of every class, but the training part of "
             f"{task!r} has none of {classes[empty[0]]!r}"
         )
     return (normalize(sums, dim=-1) * temperature).cpu()
@@ -84,9 +99,9 @@ def make_linear_probe_head(
     best: tuple[float, Tensor | None] = (-1.0, None)
     for penalty in _PENALTIES:
         weights = _fit_probe(train * temperature, labels, len(task.classes), penalty)
-        right = float((validation @ weights.T).argmax(1).eq(wanted).float().mean())
-        if right > best[0]:
-            best = (right, weights)
+        accuracy = float((validation @ weights.T).argmax(1).eq(wanted).float().mean())
+        if accuracy > best[0]:
+            best = (accuracy, weights)
     assert best[1] is not None
     return (best[1] * temperature).cpu()
 

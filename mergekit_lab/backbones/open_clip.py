@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from pathlib import Path
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
@@ -23,10 +22,10 @@ from torch.nn.functional import normalize
 from mergekit_lab.backbones.classification import Crops, ImageObjective, check_crop
 from mergekit_lab.backbones.clip_layouts import as_image_tower, from_transformers, is_transformers
 from mergekit_lab.backbones.clip_weights import PIXELS, ClipWeights, is_quick_gelu, register_architecture
-from mergekit_lab.backbones.heads import make_linear_probe_head, make_prototype_head
+from mergekit_lab.backbones.heads import keep_head, make_linear_probe_head, make_prototype_head
 from mergekit_lab.backbones.image_encoder import ImageEncoder
 from mergekit_lab.backbones.objective import Backbone
-from mergekit_lab.checkpoints import Checkpoint, open_checkpoint, write_tensors
+from mergekit_lab.checkpoints import Checkpoint, open_checkpoint
 from mergekit_lab.errors import InputError, say_error
 from mergekit_lab.machine import list_devices
 from mergekit_lab.ranges import check_settings
@@ -42,7 +41,6 @@ _TEXTS = 128
 """Prompts that are encoded together: one alone leaves most of a processor's cores idle."""
 _TEMPERATURE = 100.0
 """Of heads for an image tower alone: where the training of CLIP models ends, for it is bounded there."""
-_HEAD_FILE = "head.safetensors"
 
 
 @dataclass(frozen=True)
@@ -116,12 +114,15 @@ class OpenClip(Backbone):
         return ImageObjective(task, self._find_head(task), crops, self.precision)
 
     def describe_learning(self, task: Task) -> dict[str, Any]:
-        head: dict[str, Any] = {} if self.head == "zero_shot" else {"head": self.head}
-        return head if self.crop is None else head | {"crop": list(self.crop), "flip": self.flip}
+        crops = {} if self.crop is None else {"crop": list(self.crop), "flip": self.flip}
+        return self._describe_head() | crops
 
     def describe_scoring(self, task: Task) -> dict[str, Any]:
-        head = {} if self.head == "zero_shot" else {"head": self.head}
-        return head if self.precision == "float32" else head | {"precision": self.precision}
+        precision = {} if self.precision == "float32" else {"precision": self.precision}
+        return self._describe_head() | precision
+
+    def _describe_head(self) -> dict[str, Any]:
+        return {} if self.head == "zero_shot" else {"head": self.head}
 
     def _find_head(self, task: ImageTask) -> Tensor:
         if self.keep is None:
@@ -131,12 +132,7 @@ class OpenClip(Backbone):
             content |= {"classes": list(task.classes), "templates": list(task.templates)}
         else:
             content["data"] = task.fingerprint()
-
-        def make(out: Path) -> dict[str, Any]:
-            write_tensors(out / _HEAD_FILE, {"head": self._make_head(task)})
-            return {"classes": len(task.classes)}
-
-        return open_checkpoint(self.keep("heads", content, 0, make) / _HEAD_FILE)["head"]
+        return keep_head(self.keep, content, partial(self._make_head, task))
 
     def _make_head(self, task: ImageTask) -> Tensor:
         if self.head == "zero_shot":
@@ -214,8 +210,7 @@ class OpenClip(Backbone):
         if not known and self.weights != "openai":
             raise InputError(
                 f"the published experts start from OpenAI's weights, not from {self.weights!r}: take those, "
-                "or name each "
-                "expert (experts={TASK: SOURCE})"
+                "or name each expert (experts={TASK: SOURCE})"
             )
         plain = self.architecture.removesuffix("-quickgelu")
         if plain not in _HUB_NAMES:
@@ -264,8 +259,7 @@ def make_whole_model(key: tuple[str, str | None, int]) -> Any:
         if file is None:
             raise
         raise InputError(
-            f"{file.name} does not load as weights of {backbone.architecture}: "
-            f"{say_error(error)} "
+            f"{file.name} does not load as weights of {backbone.architecture}: {say_error(error)} "
             "It must hold a CLIP model, or its image tower, as open_clip or transformers save it, as "
             ".safetensors or as a .pt of plain tensors"
         ) from error

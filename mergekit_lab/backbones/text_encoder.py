@@ -16,6 +16,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,14 +26,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mergekit_lab.backbones.attention import leave_out_cudnn
-from mergekit_lab.backbones.heads import make_prototypes
+from mergekit_lab.backbones.heads import keep_head, make_prototypes
 from mergekit_lab.backbones.language import count_positions, load_model, load_tokenizer, write_companions
 from mergekit_lab.backbones.objective import Backbone, find_device
 from mergekit_lab.backbones.pretrained import find_model
 from mergekit_lab.backbones.rows import pad_rows, round_up
 from mergekit_lab.backbones.text import ScoredText
 from mergekit_lab.batches import Batch
-from mergekit_lab.checkpoints import open_checkpoint, write_tensors
 from mergekit_lab.errors import InputError
 from mergekit_lab.machine import list_devices
 from mergekit_lab.ranges import Count, Rate, check_settings
@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 
 _TOKENS = 1 << 16
 """What one forward pass of an evaluation may hold."""
-_HEAD_FILE = "head.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,12 +145,7 @@ class TextEncoder(Backbone):
         task = objective.task
         content = {"backbone": self.identify(), "task": task.name, "data": task.fingerprint()}
         content |= self._describe_head(task)
-
-        def make(out: Path) -> dict[str, Any]:
-            write_tensors(out / _HEAD_FILE, {"head": self._make_head(objective)})
-            return {"classes": len(task.choices or ())}
-
-        return open_checkpoint(self.keep("heads", content, 0, make) / _HEAD_FILE)["head"]
+        return keep_head(self.keep, content, partial(self._make_head, objective))
 
     @torch.no_grad()
     def _make_head(self, objective: EncoderObjective) -> Tensor:
@@ -170,7 +164,7 @@ class TextEncoder(Backbone):
         index = torch.arange(task.count("train"))[: self.head_samples]
         features = torch.cat([objective.embed(model, "train", few) for few in index.split(512)])
         labels = objective.list_labels("train", index).to(features.device)
-        return make_prototypes(features.float(), labels, task.choices, self.temperature, task.name, "text")
+        return make_prototypes(features.float(), labels, task.choices, self.temperature, task.name, "a text")
 
 
 class EncoderObjective(ScoredText):

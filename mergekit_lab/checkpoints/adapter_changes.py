@@ -259,8 +259,8 @@ def _read_factors(
     rank = tensors.specs[parts[pair[0]]].shape[0] // (stack or 1)
     if configured != rank:
         raise InputError(f"{module!r} has rank {rank} in its file, {configured} in {ADAPTER_CONFIG}")
-    right = isinstance(alpha, int | float) and not isinstance(alpha, bool) and abs(alpha) <= _LARGEST_ALPHA
-    require(right, "lora_alpha", alpha, "a number, finite in float32")
+    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+    require(is_number and abs(alpha) <= _LARGEST_ALPHA, "lora_alpha", alpha, "a number, finite in float32")
     times = _count_uses(parts[pair[0]], config)
     scaling = times * alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return Factors(parts, rank, scaling, stack=stack)
@@ -287,15 +287,14 @@ def _check_shape(target: str, factors: Factors, tensors: Checkpoint, shape: tupl
     a, b = (tensors.specs[factors.parts[part]].shape for part in name_pair(factors.parts))
     copies = factors.stack or 1
     outputs, inputs = b[0], math.prod(a[1:])
-    right = math.prod(b[1:]) == a[0] == factors.rank * copies and outputs * inputs * copies == math.prod(shape)
+    suits = math.prod(b[1:]) == a[0] == factors.rank * copies and outputs * inputs * copies == math.prod(shape)
     if len(shape) == 2 or factors.stack is not None:
-        right = right and {outputs, inputs} == set(shape[-2:])
+        suits = suits and {outputs, inputs} == set(shape[-2:])
     else:
-        right = right and (b[0], *a[1:]) == shape
-    if not right:
+        suits = suits and (b[0], *a[1:]) == shape
+    if not suits:
         raise InputError(
             f"the adapter's factors {list(b)} × {list(a)} do not make a change of {target} "
-            f"{list(shape)}: "
-            "it was trained on another base, or on a grouped convolution, which is not folded"
+            f"{list(shape)}: it was trained on another base, or on a grouped convolution, which is not folded"
         )
     return outputs, inputs

@@ -35,12 +35,13 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     file = folder / ADAPTER_CONFIG
     config = read_json(file)
     try:
-        kind = config["peft_type"]
+        method = config["peft_type"]
     except (KeyError, TypeError) as error:
         raise InputError(f"{file} is not an adapter's configuration ({error!r})") from None
-    if kind != "LORA":
+    if method != "LORA":
         raise InputError(
-            f"adapters of type {kind} cannot be folded, only LORA: merge it with peft and give the saved model"
+            f"adapters of type {method} cannot be folded, only LORA: merge it with peft and give the saved "
+            "model"
         )
     start = config.get("init_lora_weights", True)
     if not isinstance(start, bool | None) and not (isinstance(start, str) and start in _PLAIN_STARTS):

@@ -52,11 +52,11 @@ class Placed(NamedTuple):
     back: Callable[[Checkpoint], Checkpoint] | None = None
 
 
-def locate(base: Checkpoint, wanted: Mapping[str, Wanted], kind: str | None) -> Placed:
+def locate(base: Checkpoint, wanted: Mapping[str, Wanted], class_name: str | None) -> Placed:
     """Find everything that is wanted.
 
     Args:
-        kind: the class of the adapter's model, if the adapter says.
+        class_name: the class of the adapter's model, if the adapter says.
 
     Raises:
         InputError: two prefixes fit, and nothing tells which.
@@ -72,13 +72,13 @@ def locate(base: Checkpoint, wanted: Mapping[str, Wanted], kind: str | None) -> 
     if len(direct) == len(wanted):
         return Placed(base, direct, seconds)
     best = Placed(base, direct, seconds)
-    for architecture in (find_architecture(base, kind) if kind else None, own):
+    for architecture in (find_architecture(base, class_name) if class_name else None, own):
         if architecture is not None:
             by_class = _place_by_architecture(base, wanted, architecture, ties)
             if len(by_class.targets) > len(best.targets):
                 best = by_class
     if len(best.targets) < len(wanted):
-        by_prefix = _place_by_prefix(base, wanted, seconds, kind, own)
+        by_prefix = _place_by_prefix(base, wanted, seconds, class_name, own)
         if len(by_prefix.targets) > len(best.targets):
             best = by_prefix
     if (
@@ -86,7 +86,7 @@ def locate(base: Checkpoint, wanted: Mapping[str, Wanted], kind: str | None) -> 
         and own is not None
         and (split := _place_in_pieces(base, own)) is not None
     ):
-        by_pieces = locate(split.base, wanted, kind)
+        by_pieces = locate(split.base, wanted, class_name)
         if len(by_pieces.targets) > len(best.targets):
             best = by_pieces._replace(back=split.back)
     return best
@@ -153,7 +153,7 @@ def _place_by_prefix(
     base: Checkpoint,
     wanted: Mapping[str, Wanted],
     seconds: Mapping[str, str],
-    kind: str | None,
+    class_name: str | None,
     own: Architecture | None,
 ) -> Placed:
     options = {}
@@ -166,7 +166,7 @@ def _place_by_prefix(
     most = max((fitting for fitting, _ in options.values()), default=0)
     best = {prefix: targets for prefix, (fitting, targets) in options.items() if fitting == most}
     if len(best) > 1 and most:
-        prefix = choose_prefix([add for _, add in best], kind, own, base)
+        prefix = choose_prefix([add for _, add in best], class_name, own, base)
         if prefix is None:
             shown = [add or drop for drop, add in best]
             raise InputError(
@@ -196,5 +196,5 @@ def _list_prefixes(base: Checkpoint, wanted: Iterable[Wanted]) -> list[tuple[str
 def read_target_class(config: Mapping[str, Any]) -> str | None:
     """The class of the model that an adapter was trained on, if its configuration says."""
     mapping = config.get("auto_mapping")
-    kind = mapping.get("base_model_class") if isinstance(mapping, Mapping) else None
-    return kind if isinstance(kind, str) and kind.isidentifier() else None
+    class_name = mapping.get("base_model_class") if isinstance(mapping, Mapping) else None
+    return class_name if isinstance(class_name, str) and class_name.isidentifier() else None

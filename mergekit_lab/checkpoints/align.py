@@ -128,9 +128,16 @@ def _rename(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
     spelled = [name for name in placed if new[name] != add + name.removeprefix(drop)]
     if spelled:
         say(f"{expert.label}: {len(spelled)} names are spelled as in the base ({join_names(spelled, 2)})")
-    specs = {new[name]: spec for name, spec in expert.specs.items()}
-    tied = {new[n]: new[k] for n, k in expert.find_ties().items()}
-    return View(expert, specs, {new[name]: partial(expert.__getitem__, name) for name in expert}, tied)
+    return _view_under(expert, new)
+
+
+def _view_under(checkpoint: Checkpoint, names: Mapping[str, str]) -> View:
+    """Its tensors that `names` lists, each under its new name."""
+    specs = {new: checkpoint.specs[name] for name, new in names.items()}
+    read = {new: partial(checkpoint.__getitem__, name) for name, new in names.items()}
+    ties = checkpoint.find_ties().items()
+    tied = {names[name]: names[kept] for name, kept in ties if name in names and kept in names}
+    return View(checkpoint, specs, read, tied)
 
 
 def _respell(name: str) -> str:
@@ -175,8 +182,8 @@ def _choose_prefixes(
     alike = [option for option, score in options.items() if score == best]
     if len(alike) == 1 or 2 * best[0] < len(usuals):
         return alike[0] if 2 * best[0] >= len(usuals) or not alike[0][1] else ("", "")
-    kind = read_class_name(expert.folder)
-    prefix = choose_prefix([add for _, add in alike], kind, find_architecture(base), base)
+    class_name = read_class_name(expert.folder)
+    prefix = choose_prefix([add for _, add in alike], class_name, find_architecture(base), base)
     if prefix is None:
         heads = [add or drop for drop, add in alike]
         raise InputError(
@@ -214,8 +221,8 @@ def _use_base_layout(base: Checkpoint, renamed: Checkpoint, expert: Checkpoint, 
 
 def _list_architectures(base: Checkpoint, expert: Checkpoint) -> Iterator[Architecture]:
     """What may say how two layouts belong together, the surest first."""
-    for holder, kind in ((base, read_class_name(expert.folder)), (base, None), (expert, None)):
-        architecture = find_architecture(holder, kind)
+    for holder, class_name in ((base, read_class_name(expert.folder)), (base, None), (expert, None)):
+        architecture = find_architecture(holder, class_name)
         if architecture is not None:
             yield architecture
     for holder in (base, expert):
@@ -272,11 +279,7 @@ def _drop_second_names(
                 )
             del names[name]
             say(f"{expert.label}: {name} is {first}, tied as in the base")
-    specs = {new: expert.specs[name] for name, new in names.items()}
-    if specs.keys() == expert.keys():
-        return expert
-    tied = {names[n]: names[k] for n, k in expert.find_ties().items() if n in names and k in names}
-    return View(expert, specs, {new: partial(expert.__getitem__, name) for name, new in names.items()}, tied)
+    return expert if set(names.values()) == expert.keys() else _view_under(expert, names)
 
 
 def _are_equal(checkpoint: Checkpoint, *names: str) -> bool:

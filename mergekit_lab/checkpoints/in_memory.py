@@ -10,7 +10,8 @@ do not fit as they are.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -91,6 +92,7 @@ class Architecture:
         name: of the class.
         shapes: of every tensor, by its name in memory.
         tied: names in memory of second names of tied weights, each with the first.
+        conversions: transformers' own, of names and of tensors.
         list_pieces: shapes of every tensor of a file of an earlier release, with a mixture's experts one by
             one.
         parts: class of every model within this one, by what stands before its tensors' names.
@@ -99,8 +101,7 @@ class Architecture:
     name: str
     shapes: Mapping[str, tuple[int, ...]]
     tied: Mapping[str, str]
-    renamings: list[Any]
-    converters: list[Any]
+    conversions: Sequence[Any]
     prefix: str
     list_pieces: Callable[[], Mapping[str, tuple[int, ...]]] = dict
     parts: Mapping[str, str] = field(default_factory=dict)
@@ -110,10 +111,12 @@ class Architecture:
         from transformers.core_model_loading import dot_natural_key, rename_source_key
 
         present: Any = dict.fromkeys(self.shapes, True)
+        converters: Any = [entry for entry in self.conversions if hasattr(entry, "operations")]
+        renamings: Any = [entry for entry in self.conversions if not hasattr(entry, "operations")]
         plain: dict[str, Made] = {}
         grouped: dict[tuple[str, int], dict[str, list[str]]] = {}
         for name in sorted(names, key=dot_natural_key):
-            target, pattern = rename_source_key(name, self.renamings, self.converters, self.prefix, present)
+            target, pattern = rename_source_key(name, renamings, converters, self.prefix, present)
             if target not in self.shapes:
                 target, pattern = rename_source_key(name, [], [], self.prefix, present)
             if target not in self.shapes:
@@ -121,10 +124,10 @@ class Architecture:
             if pattern is None:
                 plain.setdefault(target, Made(((name,),)))
             else:
-                number = next(n for n, c in enumerate(self.converters) if pattern in c.source_patterns)
+                number = next(n for n, c in enumerate(converters) if pattern in c.source_patterns)
                 grouped.setdefault((target, number), {}).setdefault(pattern, []).append(name)
         for (target, number), by_pattern in grouped.items():
-            made = _read_converter(self.converters[number], by_pattern)
+            made = _read_converter(converters[number], by_pattern)
             if made is not None:
                 plain.setdefault(target, made)
         return plain
@@ -133,10 +136,10 @@ class Architecture:
         """`parts`, also by what stands before their tensors in a file with these names."""
         parts = dict(self.parts)
         for target, made in self.match_names(names).items():
-            for head, kind in self.parts.items():
+            for head, class_name in self.parts.items():
                 rest = target.removeprefix(head)
                 if target.startswith(head) and made.name and made.name.endswith(f".{rest}"):
-                    parts.setdefault(made.name.removesuffix(rest), kind)
+                    parts.setdefault(made.name.removesuffix(rest), class_name)
         return parts
 
 
@@ -147,12 +150,12 @@ def _read_converter(converter: Any, by_pattern: Mapping[str, Sequence[str]]) -> 
     stacked = joined = None
     turned: list[tuple[int, int]] = []
     for operation in converter.operations:
-        kind = type(operation).__name__
-        if kind == "MergeModulelist" and stacked is None and joined is None and not turned:
+        does = type(operation).__name__
+        if does == "MergeModulelist" and stacked is None and joined is None and not turned:
             stacked = operation.dim
-        elif kind == "Concatenate" and joined is None and not turned:
+        elif does == "Concatenate" and joined is None and not turned:
             joined = operation.dim
-        elif kind == "Transpose" and not getattr(operation, "check_dims", False):
+        elif does == "Transpose" and not getattr(operation, "check_dims", False):
             turned.append((operation.dim0, operation.dim1))
         else:
             return None
@@ -180,34 +183,41 @@ def find_architecture(checkpoint: Checkpoint, name: str | None = None) -> Archit
 def _find_architecture(folder: Path, stamp: int, name: str, tensors: int) -> Architecture | None:
     import transformers
 
-    kind = getattr(transformers, name, None)
-    if not (isinstance(kind, type) and hasattr(kind, "config_class") and hasattr(kind, "base_model_prefix")):
+    cls = getattr(transformers, name, None)
+    if not (isinstance(cls, type) and hasattr(cls, "config_class") and hasattr(cls, "base_model_prefix")):
         return None
     if _find_largest_count(read_config(folder)) > tensors:  # of layers; a model has more tensors than those
         return None
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
-        with torch.device("meta"):
-            model: Any = kind(kind.config_class.from_pretrained(folder))
-        conversions = get_model_conversion_mapping(model)
+        with silence_transformers(), torch.device("meta"):
+            model: Any = cls(cls.config_class.from_pretrained(folder))
+            conversions = get_model_conversion_mapping(model)
     except Exception:  # a configuration from elsewhere can make a class of transformers raise anything
         return None
-    finally:
-        transformers.logging.set_verbosity(verbosity)
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    converters = [entry for entry in conversions if hasattr(entry, "operations")]
-    renamings = [entry for entry in conversions if not hasattr(entry, "operations")]
     pieces = partial(_list_pieces, model)
     parts = {
         f"{path}.": type(part).__name__
         for path, part in model.named_modules()
         if path and isinstance(part, transformers.PreTrainedModel)
     }
-    return Architecture(name, shapes, dict(tied), renamings, converters, model.base_model_prefix, pieces, parts)
+    return Architecture(name, shapes, dict(tied), conversions, model.base_model_prefix, pieces, parts)
+
+
+@contextmanager
+def silence_transformers() -> Iterator[None]:
+    """Log nothing of transformers: what it says of a configuration is for those who load the model."""
+    import transformers
+
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
 
 
 def _list_pieces(model: Any) -> Mapping[str, tuple[int, ...]]:
@@ -225,17 +235,11 @@ def list_mixtures(specs: Mapping[str, TensorSpec]) -> list[Architecture]:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     shapes = {n: s.shape for n, s in specs.items() if len(s.shape) != 3 or s.shape[-1] != s.shape[-2]}
-    known = [(kind, get_checkpoint_conversion_mapping(kind) or []) for kind in ("qwen2_moe", "mixtral")]
     return [
         Architecture(
-            f"{kind}'s layout of experts",
-            shapes,
-            {},
-            [entry for entry in entries if not hasattr(entry, "operations")],
-            [entry for entry in entries if hasattr(entry, "operations")],
-            "",
+            f"{model}'s layout of experts", shapes, {}, get_checkpoint_conversion_mapping(model) or [], ""
         )
-        for kind, entries in known
+        for model in ("qwen2_moe", "mixtral")
     ]
 
 
@@ -248,7 +252,7 @@ def _find_largest_count(config: Any) -> int:
 
 
 def choose_prefix(
-    prefixes: Sequence[str], kind: str | None, whole: Architecture | None, names: Iterable[str]
+    prefixes: Sequence[str], class_name: str | None, whole: Architecture | None, names: Iterable[str]
 ) -> str | None:
     """Which of several prefixes stands before the names of a class in a larger model; None if nothing tells.
 
@@ -261,12 +265,12 @@ def choose_prefix(
     """
     import transformers
 
-    if kind is None:
+    if class_name is None:
         return None
     parts = {} if whole is None else whole.find_parts(names)
-    fitting = [prefix for prefix in prefixes if parts.get(prefix) == kind]
-    if kind not in parts.values() and len({prefix.count(".") for prefix in prefixes}) == 1:
-        usual = getattr(getattr(transformers, kind, None), "base_model_prefix", None)
+    fitting = [prefix for prefix in prefixes if parts.get(prefix) == class_name]
+    if class_name not in parts.values() and len({prefix.count(".") for prefix in prefixes}) == 1:
+        usual = getattr(getattr(transformers, class_name, None), "base_model_prefix", None)
         fitting = [prefix for prefix in prefixes if usual and f".{prefix}".endswith(f".{usual}.")]
     return fitting[0] if len(fitting) == 1 else None
 

@@ -153,17 +153,17 @@ class LowRank(Computed):
         return dict(self.record.tied)
 
     def compute(self, name: str) -> Tensor:
-        base, kind = self._base[name], self.specs[name].dtype
+        base, dtype = self._base[name], self.specs[name].dtype
         delta = self._expand(self.record.tied.get(name, name))
         if delta is None or self.coefficient == 0:
-            return cast(name, base, kind)
-        exact = torch.float64 if kind == torch.float64 else delta.dtype
+            return cast(name, base, dtype)
+        exact = torch.float64 if dtype == torch.float64 else delta.dtype
         expanded = torch.add(base.to(exact), delta.to(exact), alpha=self.coefficient)
         if not bool(expanded.isfinite().all()):
             raise InputError(
                 f"{self.label}: {name} comes out with NaN or infinite entries: its factors are damaged"
             )
-        return cast(name, expanded, kind)
+        return cast(name, expanded, dtype)
 
     def _expand(self, name: str) -> Tensor | None:
         """The merged task vector at `α = 1`; None where nothing is added."""

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from mergekit_lab.checkpoints.adapters import find_adapter
 from mergekit_lab.checkpoints.checkpoint import Checkpoint
+from mergekit_lab.checkpoints.in_memory import silence_transformers
 from mergekit_lab.checkpoints.libraries import OPEN_CLIP, find_library
 from mergekit_lab.checkpoints.plain_files import read_object
 from mergekit_lab.checkpoints.tied_weights import read_config
@@ -202,14 +203,11 @@ def _as_transformers_reads(folder: Path) -> dict[str, Any] | None:
     """A configuration with its defaults, under the newest names of its keys; None of an unknown class."""
     import transformers
 
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     try:
-        config: dict[str, Any] = transformers.AutoConfig.from_pretrained(folder).to_dict()
+        with silence_transformers():
+            config: dict[str, Any] = transformers.AutoConfig.from_pretrained(folder).to_dict()
     except Exception:  # a configuration from elsewhere can make transformers raise anything
         return None
-    finally:
-        transformers.logging.set_verbosity(verbosity)
     return config
 
 
@@ -236,8 +234,8 @@ def _make_comparable(
         parts = _list_parts(whole)
         if not parts or _list_parts(single):
             continue
-        kind = str(single.get("model_type"))
-        alike = [key for key, part in parts.items() if str(part.get("model_type")).startswith(kind)]
+        family = str(single.get("model_type"))
+        alike = [key for key, part in parts.items() if str(part.get("model_type")).startswith(family)]
         key = min(
             alike or parts, key=lambda key: len(_list_differences(_flatten(parts[key]), _flatten(single)))
         )

@@ -162,11 +162,11 @@ class Pair:
 def list_pairs(measured: Interference) -> list[Pair]:
     """Every pair: most harm first with Fishers, else most canceling."""
     total = measured.total
-    made = []
+    pairs = []
     for i, first in enumerate(measured.experts):
         for j, second in enumerate(measured.experts[:i]):
             overlaps = [float(x.spectra.overlap[i, j]) / x.spectra.chance for x in measured.layers if x.spectra]
-            made.append(
+            pairs.append(
                 Pair(
                     (second, first),
                     float(total.cosine[i, j]),
@@ -177,7 +177,7 @@ def list_pairs(measured: Interference) -> list[Pair]:
                     _rank_layers(measured, i, j),
                 )
             )
-    return sorted(made, key=lambda p: -sum(p.harm) if p.harm else -p.canceling)
+    return sorted(pairs, key=lambda p: -sum(p.harm) if p.harm else -p.canceling)
 
 
 def _rank_layers(measured: Interference, i: int, j: int) -> list[tuple[str, float]]:

@@ -103,14 +103,14 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format
 
 def _plan_factors(prepared: Prepared, merged: Sequence[str]) -> dict[str, TensorSpec]:
     shapes = {name: prepared.base.specs[name].shape for name in merged}
-    double = any(_is_double(c) for c in (prepared.base, *prepared.experts.values()))
-    kind = torch.float64 if double else torch.float32
     method = require_factors(prepared.method, prepared.method.by_task)
-    return plan_factors(shapes, len(prepared.experts), method, kind)
+    return plan_factors(shapes, len(prepared.experts), method, _find_dtype(prepared))
 
 
-def _is_double(checkpoint: Checkpoint) -> bool:
-    return any(spec.dtype == torch.float64 for spec in checkpoint.specs.values())
+def _find_dtype(prepared: Prepared) -> torch.dtype:
+    """What the arithmetic is in."""
+    specs = (spec for c in (prepared.base, *prepared.experts.values()) for spec in c.specs.values())
+    return torch.float64 if any(spec.dtype == torch.float64 for spec in specs) else torch.float32
 
 
 def _try_check(check: Callable[..., object], *arguments: Any) -> list[str]:
@@ -180,7 +180,7 @@ def _describe_memory(prepared: Prepared, specs: dict[str, TensorSpec], merged: S
     experts, method = len(prepared.experts), prepared.method
     sizes = [specs[name].numel for name in merged if name in specs]
     largest = max(sizes, default=0)
-    item = 8 if any(_is_double(c) for c in (prepared.base, *prepared.experts.values())) else 4
+    item = _find_dtype(prepared).itemsize
     stored = max((spec.nbytes for spec in specs.values()), default=0)
     workers = torch.get_num_threads() if method.elementwise else 1
     counters = 0
@@ -230,16 +230,16 @@ def _describe_seconds(prepared: Prepared, merged: Sequence[str], written: int, r
     read = sum(os.path.getsize(file) for c in (prepared.origin, *prepared.opened.values()) for file in c.files)
     moved = (read + written) / _BYTES_A_SECOND
     sizes = [prepared.base.specs[name].numel for name in merged]
+    files_alone = f"time: about {say_duration(moved)} of reading and writing"
     if not sizes or result.problems:
-        return f"time: about {say_duration(moved)} of reading and writing"
+        return files_alone
     try:
         arithmetic = _estimate_arithmetic(prepared, merged, sizes)
     except InputError as error:
         result.problems.append(str(error))
-        return f"time: about {say_duration(moved)} of reading and writing"
+        return files_alone
     except Exception as error:  # a method may fail on made-up tensors; an estimate is no reason to
-        cause = type(error).__name__
-        return f"time: about {say_duration(moved)} of reading and writing, arithmetic unknown ({cause})"
+        return f"{files_alone}, arithmetic unknown ({type(error).__name__})"
     rate = f"{say_duration(arithmetic)} of arithmetic, {say_duration(moved)} of disk at 1 GB/s"
     return f"time: about {say_duration(max(moved, arithmetic))} ({rate})"
 

@@ -83,11 +83,11 @@ def expand(
             beside |= plan_tokenizer_files(origin.folder)
     card = _make_card(folder, out.name, model, tasks)
     planned = plan_files(specs, limit, stem) | measure_files(beside)
-    with make_folder(out, overwrite, planned) as made:
-        with ShardedWriter(made, specs, limit, stem) as writer:
+    with make_folder(out, overwrite, planned) as staged:
+        with ShardedWriter(staged, specs, limit, stem) as writer:
             for name in track(specs, f"expanding into {out.name}", disable=not progress, transient=True):
                 writer.write(name, model[name])
-        planned |= write_files({**beside, **card.make_files()}, made)
+        planned |= write_files({**beside, **card.make_files()}, staged)
     return out
 
 

@@ -38,8 +38,9 @@ def read_sources(value: Any, what: str) -> list[str] | dict[str, str]:
             if len(set(names)) < len(names):
                 raise InputError(f"{what}={value}: {file} gives a name twice ({join_names(names)})")
             return {name.strip(): path.strip() for name, path in pairs}
-    right = isinstance(value, list | Mapping) and bool(value)
-    require(right, what, value, "a list or a mapping of checkpoints")
+    require(
+        isinstance(value, list | Mapping) and bool(value), what, value, "a list or a mapping of checkpoints"
+    )
     paths = list(value.values()) if isinstance(value, Mapping) else value
     odd = [path for path in paths if isinstance(path, bool) or not isinstance(path, str | int | float)]
     if odd:

@@ -50,8 +50,8 @@ class ConsensusTA(ScaledMethod):
             values = list(self.tall.values())
         else:
             values = list(self.tall) if isinstance(self.tall, Sequence) else [self.tall]
-        right = all(value >= 0 and is_finite(value) for value in values)
-        require(right, "tall", self.tall, "at least 0, and finite in float32")
+        fits = all(value >= 0 and is_finite(value) for value in values)
+        require(fits, "tall", self.tall, "at least 0, and finite in float32")
 
     elementwise = True
     propagates = True

@@ -101,9 +101,9 @@ def send(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     From the host they go through pinned memory, so that nobody waits for the transfer.
     """
     from_host = parts[0].device.type == "cpu" and device.type == "cuda"
-    kind = reduce(torch.promote_types, {part.dtype for part in parts})
+    dtype = reduce(torch.promote_types, {part.dtype for part in parts})
     size = sum(part.numel() for part in parts)
-    whole = torch.empty(size, dtype=kind, device=parts[0].device, pin_memory=from_host)
+    whole = torch.empty(size, dtype=dtype, device=parts[0].device, pin_memory=from_host)
     first = 0
     for part in parts:
         whole[first : first + part.numel()].copy_(part.reshape(-1))

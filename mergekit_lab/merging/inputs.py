@@ -147,8 +147,12 @@ _HEAD = "lm_head.weight"
 
 def is_selected(name: str, include: str | Sequence[str] | None, exclude: str | Sequence[str]) -> bool:
     """Whether a tensor of this name is included and not excluded."""
-    wanted = include is None or any(fnmatchcase(name, pattern) for pattern in list_patterns(include))
-    return wanted and not any(fnmatchcase(name, pattern) for pattern in list_patterns(exclude))
+    wanted = include is None or _match([name], list_patterns(include))
+    return wanted and not _match([name], list_patterns(exclude))
+
+
+def _match(names: Iterable[str], patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def select_tensors(
@@ -175,24 +179,14 @@ def select_tensors(
     floating = {name for names in names_of.values() for name in names}
     floating |= {name for expert in experts for name in expert if name not in specs}
     for pattern in (*(include or ()), *exclude):
-        if not any(fnmatchcase(name, pattern) for name in floating):
-            tied_head = fnmatchcase(_HEAD, pattern) or fnmatchcase(f"model.{_HEAD}", pattern)
-            raise InputError(
-                f"the pattern {pattern!r} matches no floating-point tensor of the base"
-                + (
-                    ", which stores no head: where that is the embedding, name the embedding"
-                    if tied_head
-                    else ""
-                )
-            )
-
-    def match(names: Sequence[str], patterns: Sequence[str]) -> bool:
-        return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
-
+        if not _match(floating, [pattern]):
+            head = fnmatchcase(_HEAD, pattern) or fnmatchcase(f"model.{_HEAD}", pattern)
+            hint = ", which stores no head: where that is the embedding, name the embedding" if head else ""
+            raise InputError(f"the pattern {pattern!r} matches no floating-point tensor of the base{hint}")
     chosen = tuple(
         first
         for first, names in names_of.items()
-        if (include is None or match(names, include)) and not match(names, exclude)
+        if (include is None or _match(names, include)) and not _match(names, exclude)
     )
     if not chosen:
         raise InputError("there is nothing to merge: the base has no floating-point tensor that is included")

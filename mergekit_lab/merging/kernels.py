@@ -53,9 +53,9 @@ class DigitCounts:
 
 
 def _count_row(counts: Tensor, row: Tensor, prefix: int, known: int, width: int) -> None:
-    kind = BITS[row.dtype]
-    size = torch.iinfo(kind).bits - 1
-    bits = to_array(row.view(kind)) & torch.iinfo(kind).max
+    integer = BITS[row.dtype]
+    size = torch.iinfo(integer).bits - 1
+    bits = to_array(row.view(integer)) & torch.iinfo(integer).max
     if known == 0:
         counts += torch.bincount(torch.as_tensor(bits >> (size - width)), minlength=len(counts))
         return

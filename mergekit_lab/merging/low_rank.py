@@ -94,7 +94,7 @@ def merge_factors(
 
 
 def plan_factors(
-    merged: Mapping[str, tuple[int, ...]], experts: int, method: AtomMethod | EMR, kind: torch.dtype
+    merged: Mapping[str, tuple[int, ...]], experts: int, method: AtomMethod | EMR, dtype: torch.dtype
 ) -> dict[str, TensorSpec]:
     """What every factor will be, of the shapes that are merged, in the dtype of the arithmetic.
 
@@ -105,9 +105,9 @@ def plan_factors(
     if isinstance(method, EMR):
         for name, shape in merged.items():
             specs |= {
-                name + SHARED: TensorSpec(tuple(shape), kind),
+                name + SHARED: TensorSpec(tuple(shape), dtype),
                 name + MASKS: TensorSpec((experts, count_bytes(shape)), torch.uint8),
-                name + RESCALERS: TensorSpec((experts,), kind),
+                name + RESCALERS: TensorSpec((experts,), dtype),
             }
         return specs
     stacks = find_stacks(merged)
@@ -122,7 +122,7 @@ def plan_factors(
             shapes = {LEFT: (shape[0], atoms), RIGHT: (shape[1], atoms), COORDINATES: (atoms,)}
         else:
             shapes = {PARTS: (experts, *shape), DIVISOR: ()}
-        specs |= {name + suffix: TensorSpec(tuple(size), kind) for suffix, size in shapes.items()}
+        specs |= {name + suffix: TensorSpec(tuple(size), dtype) for suffix, size in shapes.items()}
     return specs
 
 
@@ -144,8 +144,8 @@ def _factorize_job(
 
 
 def _mask(method: EMR, reader: Reader, name: str, rescalers: Tensor) -> list[tuple[str, Tensor]]:
-    spec, experts, kind = reader.inputs.base.specs[name], len(reader.experts), reader.inputs.compute
-    shared = torch.empty(spec.numel, dtype=kind)
+    spec, experts, dtype = reader.inputs.base.specs[name], len(reader.experts), reader.inputs.compute
+    shared = torch.empty(spec.numel, dtype=dtype)
     bits = torch.zeros(experts, count_bytes(spec.shape), dtype=torch.uint8)
     for piece in reader.cut([name]):
         _, deltas = reader.read(piece, reader.flat)
@@ -157,5 +157,5 @@ def _mask(method: EMR, reader: Reader, name: str, rescalers: Tensor) -> list[tup
     return [
         (name + SHARED, shared.view(spec.shape)),
         (name + MASKS, bits),
-        (name + RESCALERS, rescalers.to(kind)),
+        (name + RESCALERS, rescalers.to(dtype)),
     ]

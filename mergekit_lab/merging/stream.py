@@ -318,9 +318,9 @@ def _generate(
         for each in (name, *others.get(name, ())):
             yield each, tensor
 
-    made = set(merged)
+    changed = set(merged)
     for name, spec in inputs.base.specs.items():
-        if name not in made and name not in inputs.tied:
+        if name not in changed and name not in inputs.tied:
             kept = inputs.base[name].clone()
             yield from yield_tied(
                 name, cast(name, kept, dtype) if dtype and spec.dtype.is_floating_point else kept

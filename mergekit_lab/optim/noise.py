@@ -87,8 +87,9 @@ def draw_noise(
     for group in _chunk(params):
         device = group[0].device
         if device not in generators:
-            made = seed if isinstance(seed, torch.Generator) else torch.Generator(device).manual_seed(seed)
-            generators[device] = made
+            generators[device] = (
+                seed if isinstance(seed, torch.Generator) else torch.Generator(device).manual_seed(seed)
+            )
         sizes = [p.numel() for p in group]
         draws = sample(
             sum(sizes),
@@ -154,9 +155,9 @@ def _chunk(params: list[Tensor]) -> Iterator[list[Tensor]]:
     group: list[Tensor] = []
     entries = 0
     for p in params:
-        kind = (p.device, widen_dtype(p))
+        traits = (p.device, widen_dtype(p))
         if group and (
-            kind != (group[0].device, widen_dtype(group[0])) or entries + p.numel() > ENTRIES_PER_DRAW
+            traits != (group[0].device, widen_dtype(group[0])) or entries + p.numel() > ENTRIES_PER_DRAW
         ):
             yield group
             group, entries = [], 0

@@ -22,7 +22,8 @@ from mergekit_lab.optim.group_settings import GroupSettings
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, build, describe, split_names
 from mergekit_lab.optim.precision import move_to_parameter
 from mergekit_lab.optim.saved_weights import SavedWeights
-from mergekit_lab.optim.sharded import is_distributed, is_sharded, take_part
+from mergekit_lab.optim.sharded import is_distributed, is_sharded
+from mergekit_lab.optim.spent_gradients import list_unspent, mark_spent
 
 Closure = Callable[[], Any]
 
@@ -97,7 +98,7 @@ class WrappedOptimizer(GroupSettings):
             setattr(self, name, {})
         self.refuse_sharded_parameters()
         self._check_hyper_parameters()
-        self._mark_gradients()
+        mark_spent(self.parameters)
 
     def _share_with_base(self) -> None:
         self.param_groups = self.base.param_groups
@@ -153,7 +154,7 @@ class WrappedOptimizer(GroupSettings):
         except InputError:
             self.param_groups.pop()
             raise
-        self._mark_gradients()
+        mark_spent(self.parameters)
 
     def attach(self, model: nn.Module) -> None:
         """Let steps handle state of the model that is not in its parameters.
@@ -229,42 +230,23 @@ class WrappedOptimizer(GroupSettings):
         try:
             return self.update(closure)
         finally:
-            self._mark_gradients()
+            mark_spent(self.parameters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         if not set_to_none:
-            self._mark_gradients()
-
-    def _mark_gradients(self) -> None:
-        """Note on each gradient that nothing is lost if it goes: it is used, or zero.
-
-        On the gradient itself, for then a new one has no such note, and one that was added to has another
-        version.
-        """
-        for group in self.param_groups:
-            for p in group["params"]:
-                if (grad := p.grad) is not None:
-                    grad.spent_version = take_part(grad)._version
+            mark_spent(self.parameters)
 
     def refuse_to_drop_gradients(self) -> None:
-        """Raise `InputError` if there are gradients that no step has used. Waits for the device only if there
-        are.
-        """
-        new = [
-            p
-            for group in self.param_groups
-            for p in group["params"]
-            if (g := p.grad) is not None and getattr(g, "spent_version", -1) != take_part(g)._version
-        ]
-        if not any(p.grad.layout is not torch.strided or bool(take_part(p.grad).any()) for p in new):
-            return  # zeroed in place
+        """Raise `InputError` if there are gradients that no step has used."""
+        if not (unspent := list_unspent(self.parameters)):
+            return
         train_mode = (
             ", or call optimizer.train() before the first of them" if self.evaluations_per_step == 1 else ""
         )
         raise InputError(
             f"{type(self).__name__}.step(closure) evaluates its batch anew and would drop gradients that "
-            f"{len(new)} parameters already have ({describe(new, self.names)}). If a loop accumulates "
+            f"{len(unspent)} parameters already have ({describe(unspent, self.names)}). If a loop accumulates "
             "micro-batches (Lightning's accumulate_grad_batches, accelerate's gradient_accumulation_steps), go "
             f"over them inside the closure{train_mode}. If these gradients are not wanted, call "
             "optimizer.zero_grad() before step"
@@ -405,7 +387,7 @@ class WrappedOptimizer(GroupSettings):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._mark_gradients()  # a copied gradient has another version than the one it is copied from
+        mark_spent(self.parameters)  # a copied gradient has another version than the one it is copied from
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickle and deepcopy keep: all but hooks and a scheduler's patched `step`, as in torch."""

@@ -11,6 +11,7 @@ import hashlib
 import re
 import unicodedata
 from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
@@ -106,36 +107,25 @@ def _keep_disjoint(task: type[GlyphTask]) -> Pairs:
     return parts
 
 
+def _combine(faces: Sequence[Face], codes: Iterable[int]) -> tuple[Pair, ...]:
+    """Every face with those of the characters that it has."""
+    return tuple((face, code) for face in faces for code in codes if code in list_characters(face))
+
+
 def _choose_by_family(codes: list[list[int]], styles: tuple[str, ...] | None = None) -> Pairs:
-    return {
-        part: tuple(
-            tuple(
-                (face, code)
-                for face in select_faces(_FAMILIES[part], styles)
-                for code in row
-                if code in list_characters(face)
-            )
-            for row in codes
-        )
-        for part in PARTS
-    }
+    faces = {part: select_faces(_FAMILIES[part], styles) for part in PARTS}
+    return {part: tuple(_combine(faces[part], row) for row in codes) for part in PARTS}
 
 
-def _choose_by_character(choices: list[tuple[tuple[Face, ...], list[int]]]) -> Pairs:
+def _choose_by_character(faces: Sequence[Sequence[Face]], codes: Sequence[int]) -> Pairs:
     """Of every five characters three are for training, one for validation, one for the test."""
     positions: dict[Part, tuple[int, ...]] = {"train": (0, 2, 4), "validation": (3,), "test": (1,)}
-    return {
-        part: tuple(
-            tuple(
-                (face, code)
-                for face in faces_of_class
-                for i, code in enumerate(codes)
-                if i % 5 in positions[part] and code in list_characters(face)
-            )
-            for faces_of_class, codes in choices
-        )
-        for part in PARTS
-    }
+    parts = {part: [code for i, code in enumerate(codes) if i % 5 in positions[part]] for part in PARTS}
+    return {part: tuple(_combine(of_class, parts[part]) for of_class in faces) for part in PARTS}
+
+
+def _make_templates(of_class: str) -> tuple[str, ...]:
+    return of_class, f"a picture of the {of_class}"
 
 
 class _Alphabet(GlyphTask):
@@ -156,7 +146,7 @@ class Latin(_Alphabet):
 
     symbols: ClassVar[str] = "abcdefghijklmnopqrstuvwxyz"
     classes: ClassVar[tuple[str, ...]] = tuple(symbols)
-    templates: ClassVar[tuple[str, ...]] = ("latin small letter {}", "a picture of the latin small letter {}")
+    templates: ClassVar[tuple[str, ...]] = _make_templates("latin small letter {}")
 
 
 def _list_last_words(symbols: str, start: str) -> tuple[str, ...]:
@@ -172,7 +162,7 @@ class Greek(_Alphabet):
 
     symbols: ClassVar[str] = "αβγδεζηθικλμνξπρστυφχψω"
     classes: ClassVar[tuple[str, ...]] = _list_last_words(symbols, "greek small letter ")
-    templates: ClassVar[tuple[str, ...]] = ("greek small letter {}", "a picture of the greek small letter {}")
+    templates: ClassVar[tuple[str, ...]] = _make_templates("greek small letter {}")
 
 
 @dataclass(frozen=True)
@@ -188,10 +178,7 @@ class Cyrillic(_Alphabet):
     symbols: ClassVar[str] = "бвгджзийлмнптфцчшщъыьэюя"
     styles: ClassVar[tuple[str, ...] | None] = ("regular", "bold")
     classes: ClassVar[tuple[str, ...]] = _list_last_words(symbols, "cyrillic small letter ")
-    templates: ClassVar[tuple[str, ...]] = (
-        "cyrillic small letter {}",
-        "a picture of the cyrillic small letter {}",
-    )
+    templates: ClassVar[tuple[str, ...]] = _make_templates("cyrillic small letter {}")
 
 
 @dataclass(frozen=True)
@@ -203,7 +190,7 @@ class Math(_Alphabet):
 
     symbols: ClassVar[str] = "∀∂∃∇∈∋∏∑∓√∝∞∠∧∨∩∪∫≈≠≡≤≥⊂⊃⊆⊇⊕⊗±×÷¬←↑→↓↔↕⇐⇒⇔"
     classes: ClassVar[tuple[str, ...]] = _list_last_words(symbols, "")
-    templates: ClassVar[tuple[str, ...]] = ("{}", "a picture of the {}")
+    templates: ClassVar[tuple[str, ...]] = _make_templates("{}")
 
 
 @dataclass(frozen=True)
@@ -214,18 +201,8 @@ class Accents(GlyphTask):
     look: str = "neon"
 
     classes: ClassVar[tuple[str, ...]] = (
-        "acute",
-        "grave",
-        "circumflex",
-        "diaeresis",
-        "tilde",
-        "caron",
-        "macron",
-        "breve",
-        "dot above",
-        "dot below",
-        "cedilla",
-        "ogonek",
+        *("acute", "grave", "circumflex", "diaeresis", "tilde", "caron"),
+        *("macron", "breve", "dot above", "dot below", "cedilla", "ogonek"),
     )
     templates: ClassVar[tuple[str, ...]] = tuple(
         f"latin {case} letter {letter} with {{}}" for case in ("small", "capital") for letter in "aeinou"
@@ -243,12 +220,8 @@ class Accents(GlyphTask):
 
 # Digits, Latin capitals and extensions, IPA, Greek capitals, Cyrillic capitals and extensions, Armenian.
 _LETTERS_AND_DIGITS = (
-    (0x30, 0x3A),
-    (0x41, 0x5B),
-    (0x180, 0x2B0),
-    (0x391, 0x3AA),
-    (0x400, 0x430),
-    (0x460, 0x590),
+    *((0x30, 0x3A), (0x41, 0x5B), (0x180, 0x2B0)),
+    *((0x391, 0x3AA), (0x400, 0x430), (0x460, 0x590)),
 )
 
 
@@ -265,10 +238,7 @@ class Style(GlyphTask):
         for family in ("sans", "serif")
         for style in ("regular", "bold", "italic", "bold italic")
     )
-    templates: ClassVar[tuple[str, ...]] = (
-        "{} latin capital letter",
-        "a picture of the {} latin capital letter",
-    )
+    templates: ClassVar[tuple[str, ...]] = _make_templates("{} latin capital letter")
 
     @classmethod
     def list_candidates(cls) -> Pairs:
@@ -282,7 +252,7 @@ class Style(GlyphTask):
             if not others & {digest(face, code) for face in drawn if code in list_characters(face)}
         ]
         own = [select_faces([name.split()[-1]], [name.rpartition(" ")[0]]) for name in cls.classes]
-        return _choose_by_character([(face, codes) for face in own])
+        return _choose_by_character(own, codes)
 
 
 def _list_all(task: type[GlyphTask]) -> list[Pair]:

@@ -345,8 +345,8 @@ class RecipeReader:
             if len(names) == 1:
                 positions.setdefault(names.pop() or "", position)
         tokens = self.tokenizer.get("tokens") or {}
-        right = isinstance(tokens, Mapping) and all(isinstance(t, str) and t for t in tokens)
-        require(right, "tokens", tokens, "a mapping with tokens for keys")
+        named = isinstance(tokens, Mapping) and all(isinstance(t, str) and t for t in tokens)
+        require(named, "tokens", tokens, "a mapping with tokens for keys")
         return TokenPlan(
             {token: self.read_token(token, node, positions) for token, node in tokens.items()},
             multiple,
