@@ -62,12 +62,13 @@ def format_plan(nodes: Mapping[str, Node], made: Collection[str], store: Store, 
         artifacts = list(store.list_artifacts())
     except InputError:  # of what others made only the times are wanted
         artifacts = []
-    by_kind: dict[str, list[str]] = {}
-    for name in sorted(nodes, key=lambda name: _find_depth(nodes[name])):
-        by_kind.setdefault(nodes[name].kind, []).append(name)
+    depths: dict[str, int] = {}
+    for node in nodes.values():
+        depths[node.kind] = max(depths.get(node.kind, 0), _find_depth(node))
     rows = [("", "distinct", "in the store", "to make", "about")]
     total, open_ended = 0.0, False
-    for kind, names in by_kind.items():
+    for kind in sorted(depths, key=depths.__getitem__):
+        names = [name for name, node in nodes.items() if node.kind == kind]
         guesses = [estimate_seconds(nodes[name], artifacts) for name in names if name not in made]
         known = [guess for guess in guesses if guess is not None]
         open_ended = open_ended or len(known) < len(guesses)
