@@ -65,6 +65,7 @@ def run() -> None:
     """The command line, from what a user typed to the exit code."""
     from mergekit_lab.command_line import answer, explain_stop, translate
     from mergekit_lab.console import outlive_console
+    from mergekit_lab.programs import load_torch_ahead
     from mergekit_lab.scratch import gather_temporary_files
     from mergekit_lab.workers import leave, raise_on_sigterm
 
@@ -75,6 +76,7 @@ def run() -> None:
     if text is not None:
         print(text)
         return
+    load_torch_ahead()
     try:
         here = os.getcwd()
     except OSError:

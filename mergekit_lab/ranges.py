@@ -133,21 +133,21 @@ def require_choice(name: str, value: object, choices: Iterable[str]) -> None:
         raise InputError(f"{name} is {value!r}{suggest(str(value), options)}")
 
 
-def require_whole(name: str, value: object, least: int = -(2**63)) -> None:
+def require_whole(name: str, value: object, least: int) -> None:
     """Raise `InputError` unless the setting is a whole number of at least `least` that torch can hold."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    rule = "a whole number" + (f" of at least {least}" if least > -(2**63) else "")
-    require(whole and least <= value < 2**63, name, value, rule)  # type: ignore[operator]
+    fits = isinstance(value, int) and not isinstance(value, bool) and least <= value < _LONGEST
+    require(fits, name, value, f"a whole number of at least {least}")
 
 
-def require_number(name: str, value: object, least: float = -FASTEST, most: float = FASTEST) -> None:
-    """Raise `InputError` unless the setting is a number in [`least`, `most`]."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    rule = f"a number from {least:g} to {most:g}"
-    require(number and least <= value <= most, name, value, rule)  # type: ignore[operator]
+def require_number(name: str, value: object) -> None:
+    """Raise `InputError` unless the setting is a number that is no larger than a rate may be."""
+    require(_is_number(value, -FASTEST), name, value, f"a number from {-FASTEST:g} to {FASTEST:g}")
 
 
 def require_positive(name: str, value: object) -> None:
     """Raise `InputError` unless the setting is a number above 0, as a learning rate."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    require(number and 0 < value <= FASTEST, name, value, f"positive, at most {FASTEST:g}")  # type: ignore[operator]
+    require(value != 0 and _is_number(value, 0), name, value, f"positive, at most {FASTEST:g}")
+
+
+def _is_number(value: object, least: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= FASTEST

@@ -1,7 +1,10 @@
 """A run and the commands: which configuration is read, and that it takes its own keys alone."""
 
+import subprocess
+import sys
 from dataclasses import fields
 from functools import cache
+from pathlib import Path
 
 import pytest
 from composing import compose_config, split_arguments
@@ -11,7 +14,7 @@ from programs import run_program, start_program
 from mergekit_lab import InputError, programs
 from mergekit_lab.command_line import translate
 from mergekit_lab.commands import COMMANDS, find_command_class, refuse_unset
-from mergekit_lab.programs import start
+from mergekit_lab.programs import load_torch_ahead, start
 from mergekit_lab.schema.check import check_against
 from mergekit_lab.schema.run import Main
 
@@ -103,3 +106,17 @@ def test_a_working_folder_that_was_deleted_is_named(tmp_path) -> None:
     ended = start_program(tmp_path / "gone", "stage=store", code=lines).wait()
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1].startswith("the working folder was deleted")
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or Path("/proc/driver/nvidia").exists(), reason="torch loads its libraries itself"
+)
+def test_torchs_libraries_are_loaded_ahead_of_its_import() -> None:
+    lines = """
+import sys
+from mergekit_lab.programs import load_torch_ahead
+load_torch_ahead().join()
+assert "torch" not in sys.modules
+assert "/libtorch_python.so" in open("/proc/self/maps").read()"""
+    subprocess.run([sys.executable, "-c", lines], check=True)
+    assert load_torch_ahead() is None  # here it is imported

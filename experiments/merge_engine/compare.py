@@ -12,6 +12,7 @@ write one model, with an fsync.
 """
 
 import argparse
+import compileall
 import json
 import os
 import platform
@@ -26,6 +27,8 @@ from pathlib import Path
 import torch
 import yaml
 from safetensors import safe_open
+
+import mergekit_lab
 
 METHODS = {
     "task_arithmetic": {"merge_method": "task_arithmetic", "weight": 0.3},
@@ -145,6 +148,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     files = list_inputs(options.folder)
+    compileall.compile_dir(Path(mergekit_lab.__file__).parent, quiet=1)  # as pip leaves mergekit
     report = {
         "date": str(date.today()),
         "mergekit": read_version(options.mergekit) if options.mergekit else None,

@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from mergekit_lab.backbones import Objective
@@ -106,7 +107,7 @@ def finetune(
     latest = _Latest(resume, filename="last", enable_version_counter=False)
     ended: _Kept | _Ended = best if settings.keep == "best" else _Ended()
     stopper = Stopper(resume / "last.ckpt")
-    called = [*([] if clock is None else [clock]), ended, latest, stopper, _MemoryRelease(), *callbacks]
+    called = [*([] if clock is None else [clock]), ended, latest, stopper, _MemoryRelease(ended), *callbacks]
     origin = CheckpointOrigin(identity, hash_weights(model.state_dict()))
     resumed = find_checkpoint(resume, origin)
     lit = _make_trainer(settings, resume, called, [SealedCheckpoints(origin)], dict(trainer or {}))
@@ -216,7 +217,8 @@ class _TakenWeights:
 
     def take(self, trainer: lightning.Trainer) -> None:
         state = trainer.strategy.lightning_module_state_dict()
-        self.state = {name: tensor.detach().cpu() for name, tensor in state.items()}
+        on_host = trainer.strategy.root_device.type == "cpu"  # where an optimizer may still write into them
+        self.state = {name: tensor.detach().to("cpu", copy=on_host) for name, tensor in state.items()}
         self.step = trainer.global_step
 
 
@@ -238,11 +240,15 @@ class _Ended(_TakenWeights, Callback):
 
 
 class _MemoryRelease(Callback):
-    """Frees graphs, gradients, moments and copies of the weights, before Lightning brings them to the host.
+    """Frees graphs, gradients, moments and copies of the weights, before Lightning brings them to the host; and
+    the weights themselves, if they were taken there.
 
     Lightning's objects refer to each other in circles and stay until Python looks for such; the next training
     of a run would find their memory taken.
     """
+
+    def __init__(self, taken: _TakenWeights) -> None:
+        self._taken = taken
 
     def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if isinstance(pl_module, FinetuneModule):
@@ -253,6 +259,9 @@ class _MemoryRelease(Callback):
                 optimizer.release()
             else:
                 optimizer.state.clear()
+        if self._taken.state is not None and isinstance(trainer.strategy, SingleDeviceStrategy):
+            for name, parameter in pl_module.named_parameters():
+                parameter.data = self._taken.state[name]
 
 
 class Progress(RichProgressBar):

@@ -290,7 +290,7 @@ def test_tasks_and_checkpoints_are_written_out_with_settings_of_their_own(tmp_pa
         ),
         (["suite.lm_eval_tasks=[]"], "suite.lm_eval_tasks"),
         (["suite.num_fewshot=-1"], "num_fewshot is -1.*least 0"),
-        (["suite.limit=0"], "limit is 0.*above 0"),
+        (["suite.limit=0"], "limit is 0.*positive"),
         (["suite.batch_size=most"], "batch_size is 'most'"),
         ([], "name experts="),
         (["experts=[a,b]", "joint=true"], "set joint=false"),
