@@ -22,7 +22,8 @@ from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
 from mergekit_lab.checkpoints.tied_weights import can_be_vocabulary, is_vocabulary_name
 from mergekit_lab.checkpoints.tokens import add_tokens, digest_other_tokenizer, read_tokens
 from mergekit_lab.checkpoints.vocabulary_rows import Reconciled, TokenPlan, _RowMap
-from mergekit_lab.errors import InputError, join_names, suggest
+from mergekit_lab.errors import InputError, join_names
+from mergekit_lab.ranges import require_choice
 
 CHOICES = ("intersect", "pad", "base")
 
@@ -86,8 +87,8 @@ def reconcile(
         InputError: vocabularies differ and no choice was made; `pad` without one tokenizer that fits; a plan's
             token cannot be had.
     """
-    if choice is not None and choice not in CHOICES:
-        raise InputError(f"embeddings is {choice!r}{suggest(choice, CHOICES)}")
+    if choice is not None:
+        require_choice("embeddings", choice, CHOICES)
     if choice is None and not any(map(is_merged, list_vocabulary_names(base, experts, resized=False))):
         return Reconciled(base, tuple(experts))
     same = _choose_vocabulary(base, experts, choice, tokenizer, is_merged, plan)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from mergekit_lab.errors import InputError, join_names, suggest
+from mergekit_lab.ranges import require, require_whole
 from mergekit_lab.tasks.decoding import (
     FORM,
     Index,
@@ -109,10 +110,9 @@ class HubImages(ImageTask):
                 f"task {self.name!r}: parts must name train, validation (which may be empty) and test, got "
                 f"{dict(self.parts)}"
             )
-        if not 0 < self.validation_share < 1 or self.validation_most < 1:
-            raise InputError(
-                f"task {self.name!r}: validation_share must be in (0, 1) and validation_most at least 1"
-            )
+        share, most = self.validation_share, self.validation_most
+        require(0 < share < 1, f"task {self.name!r}: validation_share", share, "in (0, 1)")
+        require_whole(f"task {self.name!r}: validation_most", most, 1)
         if any("{}" not in template for template in self.templates):
             raise InputError(
                 f"task {self.name!r}: a prompt of {self.prompts!r} has no '{{}}' for the class name"
