@@ -78,6 +78,12 @@ def compile_model(model: nn.Module, use: Callable[[nn.Module], object], setting:
 def end_compilers() -> None:
     """Let the processes that compile end while other work goes on: torch would wait for them at exit."""
     compilers = sys.modules.get("torch._inductor.async_compile")
-    end = getattr(compilers, "shutdown_compile_workers", None)
-    if end is not None:
+    pools = list(getattr(compilers, "_pool_set", ()))
+    if compilers is not None and pools:
+        compilers.after_fork()  # forgets them at once: who compiles meanwhile starts others
+
+        def end() -> None:
+            for pool in pools:
+                pool.shutdown()
+
         threading.Thread(target=end, daemon=True).start()

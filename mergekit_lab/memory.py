@@ -74,3 +74,11 @@ def read_peak_memory(device: torch.device) -> int | None:
 def read_total_memory(device: torch.device) -> int:
     """Bytes of a CUDA device; 0 of a CPU, whose memory others use, too."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
+def read_free_memory(device: torch.device) -> int:
+    """Bytes of a CUDA device that nobody uses, those that torch keeps for reuse included; 0 of a CPU."""
+    if device.type != "cuda":
+        return 0
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept

@@ -169,9 +169,6 @@ class OpenClip(Backbone):
             )
         import open_clip
 
-        device = torch.device(list_devices()[0])
-        whole = make_whole_model(self.key)
-        model = whole if device.type == "cpu" else _copy_text_tower(whole, device)
         tokenizer = open_clip.get_tokenizer(register_architecture(self.architecture))
         rows = [tokenizer([template.format(name) for template in templates]) for name in classes]
         seen: dict[bytes, str] = {}
@@ -183,9 +180,18 @@ class OpenClip(Backbone):
                     f"{row.shape[1]} tokens: shorten the templates"
                 )
         chunks = torch.cat(rows).split(_TEXTS)
-        features = torch.cat([model.encode_text(chunk.to(device), normalize=True) for chunk in chunks])
+        whole = make_whole_model(self.key)
+
+        def encode(device: torch.device) -> Tensor:
+            model = whole if device.type == "cpu" else _copy_text_tower(self.key, device)
+            return torch.cat([model.encode_text(chunk.to(device), normalize=True) for chunk in chunks]).cpu()
+
+        try:
+            features = encode(torch.device(list_devices()[0]))
+        except torch.OutOfMemoryError:
+            features = encode(torch.device("cpu"))
         means = features.unflatten(0, (len(classes), len(templates))).mean(1)
-        return (normalize(means, dim=-1) * model.logit_scale.exp()).float().clone().cpu()
+        return (normalize(means, dim=-1) * whole.logit_scale.exp()).float().clone()
 
     def identify(self) -> dict[str, str]:
         """Architecture, weights and their SHA-256. It contains no path."""
@@ -267,8 +273,9 @@ def make_whole_model(key: tuple[str, str | None, int]) -> Any:
 
 
 @lru_cache(maxsize=1)
-def _copy_text_tower(whole: Any, device: torch.device) -> Any:
+def _copy_text_tower(key: tuple[str, str | None, int], device: torch.device) -> Any:
     """All but the image tower on a device. One is kept: tasks ask in turn."""
+    whole = make_whole_model(key)
     return deepcopy(whole, {id(whole.visual): nn.Identity()}).to(device)
 
 

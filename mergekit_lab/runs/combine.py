@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.merging import Method, merge_state_dicts
 from mergekit_lab.merging.inputs import Source
@@ -15,7 +17,8 @@ from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.mergers import Merger
 from mergekit_lab.runs.nodes import Node
 from mergekit_lab.runs.own_code import describe_code
-from mergekit_lab.runs.run import MODEL, Run, State, move_state
+from mergekit_lab.runs.run import MODEL, HeldKey, Run, State, move_state
+from mergekit_lab.store.artifact import read_version
 
 
 def list_merge_inputs(run: Run, merger: Merger) -> tuple[Node, ...]:
@@ -88,19 +91,29 @@ def move_models(run: Run, files: Sequence[Path]) -> tuple[State, dict[Path, Stat
     They stay in `run.moved`. None where merges read their inputs from files each time: on a CPU, on several
     devices, or where they take too much of the device's memory.
     """
-    moved, wanted = run.moved, (None, *files)
-    room = run.room if len(run.devices) == 1 else 0
-    base_size = sum(tensor.nbytes for tensor in run.base_state.values())
-    sizes = {file: base_size if file is None else file.stat().st_size for file in (*moved, *wanted)}
-    if sum(sizes[file] for file in set(wanted)) > room:
+    moved, keys = run.moved, {file: (file, read_version(file)) for file in files}
+    wanted: set[HeldKey] = {None, *keys.values()}
+    sizes = {key: _measure(state) for key, state in moved.items()}
+    room = run.read_room(sum(sizes.values())) if len(run.devices) == 1 else 0
+    missing = [key for key in wanted if key not in moved]
+    sizes |= {key: key[0].stat().st_size if key else _measure(run.base_state) for key in missing}
+    if sum(sizes[key] for key in wanted) > room:
         return None
     if sum(sizes.values()) > room:  # what earlier merges read makes way
-        for file in moved.keys() - set(wanted):
-            del moved[file]
+        for key in moved.keys() - wanted:
+            del moved[key]
 
-    def move(file: Path | None) -> State:
-        return move_state(run.base_state if file is None else open_checkpoint(file), run.device)
+    def move(key: HeldKey) -> State:
+        return move_state(open_checkpoint(key[0]) if key else run.base_state, run.device)
 
-    missing = [file for file in wanted if file not in moved]
-    moved.update(zip(missing, prefetch(move, missing, ahead=_READERS, threads=_READERS), strict=True))
-    return moved[None], {file: moved[file] for file in files}
+    try:
+        moved.update(zip(missing, prefetch(move, missing, ahead=_READERS, threads=_READERS), strict=True))
+    except torch.OutOfMemoryError:
+        moved.clear()
+        torch.cuda.empty_cache()
+        return None
+    return moved[None], {file: moved[key] for file, key in keys.items()}
+
+
+def _measure(state: State) -> int:
+    return sum(tensor.nbytes for tensor in state.values())

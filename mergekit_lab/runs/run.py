@@ -19,7 +19,7 @@ from mergekit_lab.backbones import Backbone, LanguageModel, Objective, Parametri
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.compiled import compile_model
 from mergekit_lab.errors import InputError, suggest
-from mergekit_lab.memory import read_total_memory
+from mergekit_lab.memory import read_free_memory, read_total_memory
 from mergekit_lab.merging import resolve_device
 from mergekit_lab.merging.devices import parse_devices
 from mergekit_lab.merging.flat import send_whole
@@ -36,6 +36,7 @@ from mergekit_lab.runs.spread import spread
 from mergekit_lab.schema.check import build, with_floats
 from mergekit_lab.schema.run import Curvature, Main, Search, TrainerSettings
 from mergekit_lab.store import Artifact, Store
+from mergekit_lab.store.artifact import Version
 from mergekit_lab.tasks import HarnessTask, Task
 from mergekit_lab.training import TrainingSettings
 from mergekit_lab.workers import Pool
@@ -46,6 +47,8 @@ Item = TypeVar("Item")
 MODEL = "model.safetensors"
 """The weights in an artifact that is a model."""
 State = dict[str, Tensor]
+HeldKey = tuple[Path, Version | None] | None
+"""Whose weights are held on a device: a file's as it was then, or the base's."""
 _SHARE = 8
 """Of a device's memory: one part of so many may hold copies of weights that only save time."""
 SPREAD = 4
@@ -119,7 +122,7 @@ class Run:
         self._logged: dict[str, str] = {}
         """References of products by the names of their nodes."""
         self._objectives: dict[str, Objective] = {}
-        self.moved: dict[Path | None, State] = {}
+        self.moved: dict[HeldKey, State] = {}
         """Files of artifacts that stay on the device for the next merge, and the base, of no file."""
         self._pool: Pool | None = None
         self._compiled: nn.Module | None = None
@@ -210,15 +213,16 @@ class Run:
         """
         return self.parametrization.make_evaluable(self.backbone.make_model()).to(self.device)
 
-    @cached_property
-    def room(self) -> int:
-        """Bytes on the device for copies of weights that only save time; none on a CPU."""
-        return read_total_memory(self.device) // _SHARE
+    def read_room(self, held: int = 0) -> int:
+        """Bytes on the device for copies of weights that only save time, if it holds `held` of them; none on a
+        CPU."""
+        free = read_free_memory(self.device) + held
+        return min(read_total_memory(self.device) // _SHARE, free // 2)
 
     def load_weights(self, state: Mapping[str, Tensor]) -> None:
         """Write weights into the run's model."""
         held = dict(state)
-        fits = sum(tensor.nbytes for tensor in held.values()) <= self.room
+        fits = sum(tensor.nbytes for tensor in held.values()) <= self.read_room()
         self.model.load_state_dict(move_state(held, self.device) if fits else held)
 
     def find_model_to_score(self, task: str) -> nn.Module:
@@ -392,6 +396,6 @@ def load_state(artifact: Artifact) -> dict[str, Tensor]:
 def move_state(state: Mapping[str, Tensor], device: torch.device) -> State:
     """The state on a device, its tied weights still one."""
     held = dict(state.items())  # or the next tensor could have the address of one that is gone
-    keys = {name: (tensor.data_ptr(), tensor.shape, tensor.stride()) for name, tensor in held.items()}
+    keys = {n: (t.data_ptr(), t.dtype, t.shape, t.stride()) for n, t in held.items()}
     moved = {key: send_whole(held[name], device) for name, key in keys.items()}
     return {name: moved[key] for name, key in keys.items()}

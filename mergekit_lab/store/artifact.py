@@ -117,26 +117,27 @@ class Artifact:
         return f"the stored {self.kind} {self.key}"
 
 
-Version = tuple[int, int, int]
-"""A file's inode, size and time of change: others where it was written to or replaced."""
-_TICK = 20_000_000
+Version = tuple[int, int, int, int]
+"""A file's inode, size and times of change: others where it was written to or replaced."""
+TICK = 20_000_000
 """Nanoseconds after a change in which a file system may give another change the same time."""
 _sound: dict[Path, Version] = {}
 """Files whose bytes are known to be the published ones, as they were then."""
 
 
 def read_version(path: Path) -> Version | None:
-    """A file's version; None where there is no file that can be asked."""
+    """A file's version; None where there is no file that can be asked, or where it was changed just now."""
     try:
         status = path.stat()
     except OSError:
         return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
+    times = status.st_mtime_ns, status.st_ctime_ns
+    return None if time.time_ns() - max(times) < TICK else (status.st_ino, status.st_size, *times)
 
 
 def remember_sound(path: Path, version: Version | None) -> None:
-    """Remember that a file of this version has the published bytes, if it was not changed just now."""
-    if version is not None and time.time_ns() - version[-1] > _TICK:
+    """Remember that a file has the published bytes while it has this version."""
+    if version is not None:
         _sound[path] = version
 
 

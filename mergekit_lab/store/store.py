@@ -34,6 +34,7 @@ from mergekit_lab.store.artifact import (
     DAMAGE,
     MANIFEST,
     SCHEMA,
+    TICK,
     TIME,
     Artifact,
     digest_manifest,
@@ -51,6 +52,7 @@ NO_KINDS = ("work", "locks")
 """Folders of a store that hold no artifacts."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_WORDS = ("No space left", "os error 28", "os error 27", "PytorchStreamWriter failed writing")
+_LARGE = 1 << 24
 _VERSIONED = ("torch", "open_clip_torch", "lightning", "transformers")
 log = logging.getLogger(__name__)
 
@@ -232,6 +234,8 @@ class Store:
         self, kind: str, key: str, out: Path, content: Mapping[str, Any], info: Mapping[str, Any]
     ) -> None:
         paths = {str(p.relative_to(out)): p for p in sorted(out.rglob("*")) if p.is_file()}
+        if any(path.stat().st_size > _LARGE for path in paths.values()):
+            time.sleep(TICK / 1e9)  # so that large files have versions, and are not hashed again
         versions = {name: read_version(path) for name, path in paths.items()}
         with ThreadPoolExecutor(1, "sync") as pool:  # while the disk writes, the same bytes are hashed
             synced = [pool.submit(sync_to_disk, path) for path in paths.values()]
@@ -251,7 +255,7 @@ class Store:
         manifest["digest"] = digest_manifest(manifest)
         text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
         (out / MANIFEST).write_bytes(text.encode(errors="backslashreplace"))  # JSON's own escapes
-        for path in (out / MANIFEST, *(path for path in out.rglob("*") if path.is_dir())):
+        for path in (out / MANIFEST, out, *(path for path in out.rglob("*") if path.is_dir())):
             sync_to_disk(path)
         target = self.root / kind / key
         _make_folder(target.parent)

@@ -151,7 +151,7 @@ def test_merges_of_a_stage_read_every_expert_once_where_a_device_has_room(
     methods = [WeightAverage(), TIES(density=0.3), TIES(density=0.1)]
     wanted = [merge_experts(run, method) for method in methods]
     assert not opened
-    run.room = 1 << 30
+    monkeypatch.setattr(run, "read_room", lambda held: 1 << 30)
     for method, state in zip(methods, wanted, strict=True):
         again = merge_experts(run, method)
         assert all(torch.equal(again[name], value) for name, value in state.items())

@@ -60,7 +60,7 @@ def test_a_damaged_checkpoint_is_named_when_it_is_read_and_by_verify(tmp_path, d
 
 
 def test_what_a_process_published_is_hashed_once_unless_it_changes(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("mergekit_lab.store.artifact._TICK", 0)
+    monkeypatch.setattr("mergekit_lab.store.artifact.TICK", 0)
     hashed, hash_bytes = [], artifact.hash_bytes
 
     def count(path: Path) -> str:
