@@ -26,6 +26,7 @@ from cells import (
     EPIMERS,
     FIXED,
     GROUPS,
+    HALF_STEPS,
     MEASURED,
     MERGERS,
     ON_AXES,
@@ -113,7 +114,7 @@ def star_along(results: Results, world: str, axis: str, columns: Sequence[str]) 
         groups = [[c for c in whole if c[1] == axis or (c[1] == "main" and c[3] in ("adamw", *RHOS))]]
     tested = {
         (cell, column): p
-        for group, column in product(groups, columns) if any(c[3] == "adamw" for c in group)
+        for group, column in product(groups, columns) if len(group) > 1 and any(c[3] == "adamw" for c in group)
         for cell, p in block_tests(results, group, column)[0].items() if cell[1] == axis and cell[3] != "adamw"
     }  # fmt: skip
     return {name for name, p in holm(tested).items() if p < 0.05}
@@ -359,7 +360,12 @@ def alignment_table(results: Results) -> str:
             [f"the same of SAM's or ASAM's own cosine, {name} {len(cells)}", "", *(f"{r:+.2f}" for r in found)]
         )
     sets = {
-        "before the rule": [c for c in groups["but for ρ"] if c[1] != "pretraining" and "1200" not in c[2]],
+        "before the rule": [
+            c
+            for c in groups["but for ρ"]
+            if c[1] != "pretraining" and "1200" not in c[2] and c[2] != HALF_STEPS
+        ],
+        "after it, batch 256 × 150": [c for c in known if c[2] == HALF_STEPS],
         "after it, 1,200 steps": [c for c in known if "1200" in c[2]],
         "after it, second pretraining": [c for c in known if c[1] == "pretraining"],
         "after it, minilm's ρ": [c for c in known if c[:2] == ("minilm", "rho")],

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from cells import ALONG, ARMS, CORE, RHOS, SAME_COST, SAME_COST_AT, SEEDS
+from cells import ALONG, ARMS, CORE, HALF_STEPS, RHOS, SAME_COST, SAME_COST_AT, SEEDS
 
 Line = dict[str, Any]
 Cells = tuple[str, str, str, str]
@@ -35,6 +35,9 @@ class Results(dict[Key, Line]):
                 into[Key(*(line[name] for name in Key._fields))] = line
         for key in results.keys() & apart.keys():
             results[key] = {**results[key], "measures": apart[key]["measures"]}
+        for key, line in list(results.items()):
+            if key.value == "256" and key.arm in SAME_COST:  # as many steps as AdamW has at that value
+                results[key._replace(value=HALF_STEPS, arm=key.arm.partition(",")[0])] = line
         return results
 
     def reference(self, key: Key) -> Key:

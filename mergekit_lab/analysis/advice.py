@@ -88,8 +88,8 @@ def _advise_method(measured: Interference) -> Advice:
         evidence="three seeds each. Eight tasks (experiments/when_it_helps): of images, average 68.1, task "
         "arithmetic 79.6, TSV-M 86.2; of texts, MiniLM, 64.9, 72.0, 77.5. A language model, six tasks scored "
         "(experiments/mergopt_smollm2): experts 76.5, average 36.9, task arithmetic 39.6, TIES 45.6, TSV-M "
-        "56.8 ± 1.9, EpiMer 58.9 ± 2.9. EpiMer needs Fishers; it is ahead of TSV-M in 44 of 72 merges of "
-        "images, by .15 points, within chance, and in 1 of 3 of MiniLM. docs/which_to_choose.md says how sure "
+        "56.8 ± 1.9, EpiMer 58.9 ± 2.9. EpiMer needs Fishers; it is ahead of TSV-M in 46 of 75 merges of "
+        "images, by .14 points, within chance, and in 1 of 3 of MiniLM. docs/which_to_choose.md says how sure "
         "this is",
     )
 
