@@ -39,13 +39,13 @@ from results_by_cell import (
     Key,
     Line,
     Results,
-    accuracy,
-    alignment,
-    arms_along,
-    measure_of,
-    point_of,
-    shown,
-    values_along,
+    find_point,
+    list_arms_along,
+    list_values_along,
+    measure_alignment,
+    read_accuracy,
+    read_measure,
+    show_value,
 )
 from scipy.stats import rankdata, spearmanr, t, ttest_1samp, zscore
 from study import read
@@ -63,7 +63,7 @@ WHERE_MEASURED = ("pretraining", *MEASURED["axes"])
 """Axes along which the sign changes, and experts were measured."""
 
 
-def spread(values: Sequence[float], form: str = ".1f") -> str:
+def show_spread(values: Sequence[float], form: str = ".1f") -> str:
     """Mean ± standard deviation."""
     if not values:
         return "–"
@@ -71,43 +71,45 @@ def spread(values: Sequence[float], form: str = ".1f") -> str:
     return text + (f" ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else "")
 
 
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def write_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def t_test(gains: Sequence[float]) -> float:
+def run_t_test(gains: Sequence[float]) -> float:
     """p of a paired t-test; not a number for fewer than three pairs, or where they do not vary."""
     if len(gains) < 3 or len(set(gains)) < 2:
         return math.nan
     return float(ttest_1samp(gains, 0.0).pvalue)
 
 
-def block_tests(results: Results, cells: Sequence[Cells], column: str) -> tuple[dict[Cells, float], float, int]:
+def analyze_variance(
+    results: Results, cells: Sequence[Cells], column: str
+) -> tuple[dict[Cells, float], float, int]:
     """p of each cell of all seeds against its AdamW's by a two-way analysis of variance: seeds are blocks.
 
     With it the standard error of a difference of two, and its degrees of freedom. All cells together say how
     much one varies, on the premise that they vary alike: many more degrees of freedom than the two of a paired
     t-test.
     """
-    seeds = sorted(set.intersection(*(set(results.seeds(*cell)) for cell in cells)))
+    seeds = sorted(set.intersection(*(set(results.list_seeds(*cell)) for cell in cells)))
     if len(seeds) < 2:
         return {}, math.nan, 1
-    known = {cell: [accuracy(results[Key(*cell, s)], column) for s in seeds] for cell in cells}
+    known = {cell: [read_accuracy(results[Key(*cell, s)], column) for s in seeds] for cell in cells}
     table = np.array(list(known.values()), dtype=float)
     rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
     freedom = (len(cells) - 1) * (len(seeds) - 1)
     error = math.sqrt(2 * (rest**2).sum() / freedom / len(seeds))
-    found = {}
+    chances = {}
     for cell, own in zip(known, table, strict=True):
-        reference = results.reference(Key(*cell, seeds[0]))[:4]
-        found[cell] = float(2 * t.sf(abs(own.mean() - np.mean(known[reference])) / error, freedom))
-    return found, error, freedom
+        reference = results.find_reference(Key(*cell, seeds[0]))[:4]
+        chances[cell] = float(2 * t.sf(abs(own.mean() - np.mean(known[reference])) / error, freedom))
+    return chances, error, freedom
 
 
-def star_along(results: Results, world: str, axis: str, columns: Sequence[str]) -> set[tuple[Cells, str]]:
+def mark_along(results: Results, world: str, axis: str, columns: Sequence[str]) -> set[tuple[Cells, str]]:
     """The gains along an axis with p < .05: `block_tests` at each value, corrected for the number of all."""
-    whole = [c for c in results.list_cells() if c[0] == world and len(results.seeds(*c)) == len(SEEDS)]
+    whole = [c for c in results.list_cells() if c[0] == world and len(results.list_seeds(*c)) == len(SEEDS)]
     values = dict.fromkeys(c[2] for c in whole if c[1] == axis)
     groups = [[c for c in whole if c[1:3] == (axis, value)] for value in values]
     if axis == "rho":
@@ -115,39 +117,42 @@ def star_along(results: Results, world: str, axis: str, columns: Sequence[str]) 
     tested = {
         (cell, column): p
         for group, column in product(groups, columns) if len(group) > 1 and any(c[3] == "adamw" for c in group)
-        for cell, p in block_tests(results, group, column)[0].items() if cell[1] == axis and cell[3] != "adamw"
+        for cell, p in analyze_variance(results, group, column)[0].items()
+        if cell[1] == axis and cell[3] != "adamw"
     }  # fmt: skip
-    return {name for name, p in holm(tested).items() if p < 0.05}
+    return {name for name, p in adjust_holm(tested).items() if p < 0.05}
 
 
-def holm(values: dict[Any, float]) -> dict[Any, float]:
+def adjust_holm(values: dict[Any, float]) -> dict[Any, float]:
     """p-values corrected for their number by Holm's method."""
     known = sorted((p, name) for name, p in values.items() if not math.isnan(p))
     corrected, highest = dict.fromkeys(values, math.nan), 0.0
-    for place, (p, name) in enumerate(known):
-        highest = max(highest, min(1.0, p * (len(known) - place)))
+    for index, (p, name) in enumerate(known):
+        highest = max(highest, min(1.0, p * (len(known) - index)))
         corrected[name] = highest
     return corrected
 
 
-def main_tables(results: Results, world: str) -> str:
+def write_main_tables(results: Results, world: str) -> str:
     """Accuracies, gains with tests, and the coefficients of the main cells."""
-    arms = [arm for arm in ARMS if results.seeds(world, "main", "", arm)]
+    arms = [arm for arm in ARMS if results.list_seeds(world, "main", "", arm)]
     columns = (*TUNED_COLUMNS, *FIXED_COLUMNS)
-    cells = {arm: [results[Key(world, "main", "", arm, s)] for s in results.seeds(world, "main", "", arm)]
+    cells = {arm: [results[Key(world, "main", "", arm, s)] for s in results.list_seeds(world, "main", "", arm)]
              for arm in arms}  # fmt: skip
-    zero = [accuracy(line, "zero_shot") or 0.0 for lines in cells.values() for line in lines[:1]]
+    zero = [read_accuracy(line, "zero_shot") or 0.0 for lines in cells.values() for line in lines[:1]]
     text = f"## {world}: main arms\n\nTest accuracy in per cent. Zero-shot is {zero[0]:.1f}.\n\n"
     rows = []
     for arm, lines in cells.items():
-        values = [[accuracy(line, c) for line in lines] for c in columns]
-        rows.append([arm, str(len(lines)), *(spread([v for v in each if v is not None]) for each in values)])
-    text += markdown(("arm", "seeds", *columns), rows) + "\n"
+        values = [[read_accuracy(line, c) for line in lines] for c in columns]
+        rows.append(
+            [arm, str(len(lines)), *(show_spread([v for v in each if v is not None]) for each in values)]
+        )
+    text += write_table(("arm", "seeds", *columns), rows) + "\n"
     compared = [arm for arm in arms if not arm.startswith("adamw")]
-    gains = {(arm, c): results.gains(world, "main", "", arm, c) for arm in compared for c in columns}
-    paired = holm({name: t_test(values) for name, values in gains.items()})
-    blocks = {c: block_tests(results, [(world, "main", "", arm) for arm in arms], c) for c in columns}
-    pooled = holm({(arm, c): blocks[c][0].get((world, "main", "", arm), math.nan) for arm, c in gains})
+    gains = {(arm, c): results.list_gains(world, "main", "", arm, c) for arm in compared for c in columns}
+    paired = adjust_holm({name: run_t_test(values) for name, values in gains.items()})
+    blocks = {c: analyze_variance(results, [(world, "main", "", arm) for arm in arms], c) for c in columns}
+    pooled = adjust_holm({(arm, c): blocks[c][0].get((world, "main", "", arm), math.nan) for arm, c in gains})
     starred = sum(p < 0.05 for p in pooled.values())
     last = 0.05 / (len(gains) - starred)
     limits = [f"{t.isf(last / 2, freedom) * error:.2f}" for _, error, freedom in blocks.values()]
@@ -158,109 +163,117 @@ def main_tables(results: Results, world: str) -> str:
     )
 
     def show(name: tuple[str, str]) -> str:
-        said = spread(gains[name], "+.1f")
-        said = f"**{said}**" if paired[name] < 0.05 else said
-        return said + (" \\*" if pooled[name] < 0.05 else "")
+        text = show_spread(gains[name], "+.1f")
+        text = f"**{text}**" if paired[name] < 0.05 else text
+        return text + (" \\*" if pooled[name] < 0.05 else "")
 
-    text += markdown(("arm", *columns), ([arm, *(show((arm, c)) for c in columns)] for arm in compared)) + "\n"
+    text += (
+        write_table(("arm", *columns), ([arm, *(show((arm, c)) for c in columns)] for arm in compared)) + "\n"
+    )
     text += "The smallest difference that one more star would take:\n\n"
-    text += markdown(columns, [limits]) + "\n"
+    text += write_table(columns, [limits]) + "\n"
     sizes = []
     for arm, lines in cells.items():
         chosen = [", ".join(f"{line['mergers'][m]['coefficient']:g}" for line in lines) for m in MERGERS[1:]]
         scales = [line["scale"] for line in lines if isinstance(line["scale"], float)]
         measured = [
-            spread([v for line in lines if (v := measure_of(line, m)) is not None], ".3g") for m in MEASURES
+            show_spread([v for line in lines if (v := read_measure(line, m)) is not None], ".3g")
+            for m in MEASURES
         ]
-        sizes.append([arm, spread(scales, ".2g"), *measured, *chosen])
+        sizes.append([arm, show_spread(scales, ".2g"), *measured, *chosen])
     text += "Task vectors and what was measured at the experts; coefficients by seed.\n\n"
-    return text + markdown(("arm", "b", *MEASURES, *MERGERS[1:]), sizes) + "\n"
+    return text + write_table(("arm", "b", *MEASURES, *MERGERS[1:]), sizes) + "\n"
 
 
-def axis_tables(results: Results, axis: str) -> str:
+def write_axis_tables(results: Results, axis: str) -> str:
     """Gains along an axis, and where their signs change."""
-    places = values_along(results, axis)
-    arms = arms_along(axis)
+    points = list_values_along(results, axis)
+    arms = list_arms_along(axis)
     columns = ("experts", *ON_AXES, *FIXED_COLUMNS)
     rows: list[list[str]] = []
-    stars = star_along(results, "glyphs", axis, columns)
+    stars = mark_along(results, "glyphs", axis, columns)
     coefficients: list[list[str]] = []
-    for (own, value), arm in ((p, a) for p in places for a in arms):
-        seeds = results.seeds("glyphs", own, value, arm)
+    for (own, value), arm in ((p, a) for p in points for a in arms):
+        seeds = results.list_seeds("glyphs", own, value, arm)
         if seeds:
             lines = [results[Key("glyphs", own, value, arm, seed)] for seed in seeds]
             ratio = statistics.mean(line["norm"] / line["base_norm"] for line in lines)
             cosine = statistics.mean(line["cosine"] for line in lines)
-            means = [spread(results.gains("glyphs", own, value, arm, c), "+.1f")
+            means = [show_spread(results.list_gains("glyphs", own, value, arm, c), "+.1f")
                      + " \\*" * ((("glyphs", own, value, arm), c) in stars) for c in columns]  # fmt: skip
-            rows.append([shown(value), arm, str(len(seeds)), f"{ratio:.4f}", f"{cosine:.3f}", *means])
-    for (own, value), arm in ((p, a) for p in places for a in ("adamw", *arms)):
-        lines = [results[Key("glyphs", own, value, arm, s)] for s in results.seeds("glyphs", own, value, arm)]
+            rows.append([show_value(value), arm, str(len(seeds)), f"{ratio:.4f}", f"{cosine:.3f}", *means])
+    for (own, value), arm in ((p, a) for p in points for a in ("adamw", *arms)):
+        lines = [
+            results[Key("glyphs", own, value, arm, s)] for s in results.list_seeds("glyphs", own, value, arm)
+        ]
         chosen = [", ".join(f"{line['mergers'][m]['coefficient']:g}" for line in lines) for m in ON_AXES[1:]]
-        coefficients.extend([[shown(value), arm, *chosen]] if lines else [])
+        coefficients.extend([[show_value(value), arm, *chosen]] if lines else [])
     references = [
-        [shown(value), *(spread([v for s in results.seeds("glyphs", own, value, "adamw")
-          if (v := accuracy(results[Key("glyphs", own, value, "adamw", s)], c)) is not None])
+        [show_value(value), *(show_spread([v for s in results.list_seeds("glyphs", own, value, "adamw")
+          if (v := read_accuracy(results[Key("glyphs", own, value, "adamw", s)], c)) is not None])
           for c in ("zero_shot", *columns))]
-        for own, value in places if axis != "rho"
+        for own, value in points if axis != "rho"
     ]  # fmt: skip
     text = f"## glyphs, along {axis}\n\n"
     at = "at all values" if axis == "rho" else "at one value"
     if references:
-        text += "AdamW's accuracy in per cent:\n\n" + markdown((axis, "zero-shot", *columns), references) + "\n"
+        text += (
+            "AdamW's accuracy in per cent:\n\n" + write_table((axis, "zero-shot", *columns), references) + "\n"
+        )
     text += (
         f"Gain in points. A star: p < .05 by an analysis of variance over the arms {at} and seeds, by Holm's "
         "correction for all tests along this axis; the main arms have their own.\n\n"
     )
     head = (axis, "arm", "seeds", "norm / base's", "cosine", *columns)
-    text += markdown(head, rows) + "\n" + sign_changes(results, axis, places) + "\n"
-    return text + "Coefficients by seed:\n\n" + markdown((axis, "arm", *ON_AXES[1:]), coefficients) + "\n"
+    text += write_table(head, rows) + "\n" + list_sign_changes(results, axis, points) + "\n"
+    return text + "Coefficients by seed:\n\n" + write_table((axis, "arm", *ON_AXES[1:]), coefficients) + "\n"
 
 
-def sign_changes(results: Results, axis: str, places: Sequence[tuple[str, str]]) -> str:
+def list_sign_changes(results: Results, axis: str, points: Sequence[tuple[str, str]]) -> str:
     """Where all seeds gain at one value and all lose at another, and how often chance alone would do that."""
-    found, chance = [], 0.0
-    for arm, column in product(arms_along(axis), (*ON_AXES, *FIXED_COLUMNS)):
-        gains = [(shown(value), g) for own, value in places
-                 if len(g := results.gains("glyphs", own, value, arm, column)) == len(SEEDS)]  # fmt: skip
+    changes, chance = [], 0.0
+    for arm, column in product(list_arms_along(axis), (*ON_AXES, *FIXED_COLUMNS)):
+        gains = [(show_value(value), g) for own, value in points
+                 if len(g := results.list_gains("glyphs", own, value, arm, column)) == len(SEEDS)]  # fmt: skip
         for (low, before), (high, after) in combinations(gains, 2):
             chance += 2 * 0.5 ** (len(before) + len(after))
             if (min(before) > 0 and max(after) < 0) or (max(before) < 0 and min(after) > 0):
-                p = t_test([b - a for a, b in zip(before, after, strict=True)])
-                ends = f"{spread(before, '+.1f')} at {low}, {spread(after, '+.1f')} at {high}"
-                found.append(f"- {arm}, {column}: {ends}; paired p of the difference {p:.2g}")
+                p = run_t_test([b - a for a, b in zip(before, after, strict=True)])
+                ends = f"{show_spread(before, '+.1f')} at {low}, {show_spread(after, '+.1f')} at {high}"
+                changes.append(f"- {arm}, {column}: {ends}; paired p of the difference {p:.2g}")
     if not chance:
         return ""
     return "\n".join([
-        f"Where all three seeds gain at one value and lose at another: {len(found)}; chance alone would make "
-        f"{chance:.1f}.", "", *found, "",
+        f"Where all three seeds gain at one value and lose at another: {len(changes)}; chance alone would make "
+        f"{chance:.1f}.", "", *changes, "",
     ])  # fmt: skip
 
 
-def task_tables(results: Results, world: str) -> str:
+def write_task_tables(results: Results, world: str) -> str:
     """Which tasks gain: of all eight, and on glyphs in groups of four."""
     tasks = list(results[Key(world, "main", "", "adamw", 0)]["tasks"])
     groups = (("main", ""), *(("likeness", group) for group in GROUPS if world == "glyphs"))
     rows = []
     for (axis, value), merger, arm in product(groups, ("task_arithmetic", "ties", "tsvm"), RHOS):
-        keys = [Key(world, axis, value, arm, seed) for seed in results.seeds(world, axis, value, arm)]
+        keys = [Key(world, axis, value, arm, seed) for seed in results.list_seeds(world, axis, value, arm)]
         pairs = [
-            [results[k]["mergers"][merger]["accuracy"] for k in (key, results.reference(key))] for key in keys
+            [results[k]["mergers"][merger]["accuracy"] for k in (key, results.find_reference(key))]
+            for key in keys
         ]
         gains = [[100 * (own[t] - other[t]) for own, other in pairs if t in own] for t in tasks]
         means = sorted(statistics.mean(each) for each in gains if each)
         rest = f"{statistics.mean(means[:-1]):+.1f}"
-        rows.append([value or "all 8", merger, arm, *(spread(each, "+.1f") for each in gains), rest])
+        rows.append([value or "all 8", merger, arm, *(show_spread(each, "+.1f") for each in gains), rest])
     head = ("tasks", "merger", "arm", *tasks, "all but the largest gain")
-    return f"## {world}: gains by task\n\n" + markdown(head, rows) + "\n"
+    return f"## {world}: gains by task\n\n" + write_table(head, rows) + "\n"
 
 
-def predictions(results: Results, world: str) -> str:
+def tabulate_predictions(results: Results, world: str) -> str:
     """Rank correlations of what was measured with the gain, over arms that are not AdamW's."""
     columns = (*ON_AXES, *FIXED_COLUMNS)
     arms = list(dict.fromkeys(k[:4] for k in results if k.world == world and k.axis in ("main", "rho")))
     groups = [arms, [arm for arm in arms if arm[1] == "main"]]
-    points = {(n, c): [[p for arm in group if (p := point_of(results, arm, n, c))] for group in groups]
+    points = {(n, c): [[p for arm in group if (p := find_point(results, arm, n, c))] for group in groups]
               for n, c in product(MEASURES, columns)}  # fmt: skip
     counts = list(map(len, points["norm", "average"]))
     if counts[1] < 5:
@@ -273,11 +286,14 @@ def predictions(results: Results, world: str) -> str:
         f"## {world}: what predicts a gain?\n\nSpearman's ρ between a measure, as it differs from AdamW's, and "
         f"the gain: over {counts[0]} points (an arm, or a value of ρ, in the mean of its seeds) / over the "
         f"{counts[1]} main arms alone. No p: points share AdamW's chance, and those along ρ are "
-        "doses of one thing.\n\n" + markdown(("measure", *columns), rows) + "\n" + longer_steps(results, world)
+        "doses of one thing.\n\n"
+        + write_table(("measure", *columns), rows)
+        + "\n"
+        + write_longer_steps(results, world)
     )
 
 
-def predictions_along(results: Results) -> str:
+def tabulate_predictions_along(results: Results) -> str:
     """Rank correlations of what was measured with SAM's and ASAM's gains where their sign changes."""
     measured = [k[:4] for k, line in results.items() if "measures" in line]
     settings = [
@@ -295,31 +311,31 @@ def predictions_along(results: Results) -> str:
         "differs from AdamW's, then of AdamW's own. In brackets p, from permuted settings, SAM's and ASAM's "
         "together; a star: p < .05 by Holm's correction for all of these.\n\n"
     )
-    said: dict[tuple[str, str], str] = {}
+    texts: dict[tuple[str, str], str] = {}
     chances: dict[tuple[str, str], float] = {}
     for own, name, column in product((False, True), MEASURES, columns):
-        points = np.array([[point_along(results, setting, arm, name, column, own) for arm in RHOS]
+        points = np.array([[find_point_along(results, setting, arm, name, column, own) for arm in RHOS]
                            for setting in settings])  # fmt: skip
-        place = (f"AdamW's {name}" if own else name, column)
-        rank, chances[place] = permute_settings(points[..., 0], points[..., 1])
-        said[place] = f"{rank:+.2f} ({chances[place]:.2g})"
-    stars = {place for place, p in holm(chances).items() if p < 0.05}
+        key = (f"AdamW's {name}" if own else name, column)
+        rank, chances[key] = permute_settings(points[..., 0], points[..., 1])
+        texts[key] = f"{rank:+.2f} ({chances[key]:.2g})"
+    stars = {key for key, p in adjust_holm(chances).items() if p < 0.05}
     rows = [
-        [name, *(said[name, c] + " \\*" * ((name, c) in stars) for c in columns)]
-        for name in dict.fromkeys(name for name, _ in said)
+        [name, *(texts[name, c] + " \\*" * ((name, c) in stars) for c in columns)]
+        for name in dict.fromkeys(name for name, _ in texts)
     ]
-    return text + markdown(("measure", *columns), rows) + "\n"
+    return text + write_table(("measure", *columns), rows) + "\n"
 
 
-def point_along(
+def find_point_along(
     results: Results, setting: tuple[str, str], arm: str, name: str, column: str, own: bool
 ) -> tuple[float, float]:
     """A measure, AdamW's own or how it differs from it, and the gain; not numbers where they are not there."""
-    point = point_of(results, ("glyphs", *setting, arm), name, column)
+    point = find_point(results, ("glyphs", *setting, arm), name, column)
     if point is None or not own:
         return point or (math.nan, math.nan)
-    seeds = results.seeds("glyphs", *setting, "adamw")
-    known = [measure_of(results[Key("glyphs", *setting, "adamw", seed)], name) for seed in seeds]
+    seeds = results.list_seeds("glyphs", *setting, "adamw")
+    known = [read_measure(results[Key("glyphs", *setting, "adamw", seed)], name) for seed in seeds]
     return statistics.mean(v for v in known if v is not None), point[1]
 
 
@@ -329,17 +345,17 @@ def permute_settings(x: Array, y: Array, draws: int = 20000) -> tuple[float, flo
     order = np.random.default_rng(0).permuted(np.tile(np.arange(len(x)), (draws, 1)), axis=1)
     cross = ranks[0] @ ranks[1].T / x.size
     rank = float(cross.trace())
-    found = cross[np.arange(len(x)), order].sum(1)
-    return rank, float((1 + (abs(found) >= abs(rank) - 1e-9).sum()) / (1 + draws))
+    permuted = cross[np.arange(len(x)), order].sum(1)
+    return rank, float((1 + (abs(permuted) >= abs(rank) - 1e-9).sum()) / (1 + draws))
 
 
-def alignment_table(results: Results) -> str:
+def write_alignment_table(results: Results) -> str:
     """The same as a table, with rank correlations."""
-    known = alignment(results)
+    known = measure_alignment(results)
     columns = ("task_arithmetic", "ties", "tsvm", "epimer")
     rows = [
         [
-            "/".join(map(shown, filter(None, cell))),
+            "/".join(map(show_value, filter(None, cell))),
             f"{points['ties'][0]:+.4f}",
             *(f"{points[c][1]:+.1f}" for c in columns),
         ]
@@ -351,13 +367,13 @@ def alignment_table(results: Results) -> str:
          for m in columns)] for name, cells in groups.items()
     ]  # fmt: skip
     own = {
-        cell: statistics.mean(results[Key(*cell, seed)]["cosine"] for seed in results.seeds(*cell))
+        cell: statistics.mean(results[Key(*cell, seed)]["cosine"] for seed in results.list_seeds(*cell))
         for cell in known
     }
     for name, cells in groups.items():
-        found = [spearmanr([(own[c], known[c][m][1]) for c in cells]).statistic for m in columns]
+        ranks = [spearmanr([(own[c], known[c][m][1]) for c in cells]).statistic for m in columns]
         ranks.append(
-            [f"the same of SAM's or ASAM's own cosine, {name} {len(cells)}", "", *(f"{r:+.2f}" for r in found)]
+            [f"the same of SAM's or ASAM's own cosine, {name} {len(cells)}", "", *(f"{r:+.2f}" for r in ranks)]
         )
     sets = {
         "before the rule": [
@@ -378,22 +394,24 @@ def alignment_table(results: Results) -> str:
         ranks.append([f"the commoner sign, {name} {len(cells)}", "", *map(str, common)])
     return (
         "## SAM and ASAM: the cosine between task vectors\n\nHow much larger its mean is than with AdamW, and "
-        "gains in points.\n\n" + markdown(("cell", "cosine", *columns), [*rows, *ranks]) + "\n"
+        "gains in points.\n\n" + write_table(("cell", "cosine", *columns), [*rows, *ranks]) + "\n"
     )
 
 
-def rho_table(results: Results) -> str:
+def write_rho_table(results: Results) -> str:
     """Gains over ρ as a share of the base's norm, which is what two models have in common."""
     cells = [cell for cell in results.list_cells() if cell[3] in RHOS and cell[1] in ("main", "rho")]
     columns = ("experts", *ON_AXES)
-    stars = set().union(*(star_along(results, world, "rho", columns) for world in results.worlds()))
+    stars = set().union(*(mark_along(results, world, "rho", columns) for world in results.worlds()))
     rows = []
     for world, axis, value, arm in cells:
-        lines = [results[Key(world, axis, value, arm, s)] for s in results.seeds(world, axis, value, arm)]
+        lines = [results[Key(world, axis, value, arm, s)] for s in results.list_seeds(world, axis, value, arm)]
         share = statistics.mean(line["rho"] / line["base_norm"] for line in lines)
         moved = statistics.mean(line["norm"] / line["base_norm"] for line in lines)
         cell = (world, axis, value, arm)
-        gains = [spread(results.gains(*cell, c), "+.1f") + " \\*" * ((cell, c) in stars) for c in columns]
+        gains = [
+            show_spread(results.list_gains(*cell, c), "+.1f") + " \\*" * ((cell, c) in stars) for c in columns
+        ]
         of_vector = f"{share / moved:.2g}"
         rows.append((arm, share, [arm, f"{share:.1e}", of_vector, world, value or "1", f"{moved:.4f}", *gains]))
     rows.sort(key=lambda row: row[:2])
@@ -402,16 +420,16 @@ def rho_table(results: Results) -> str:
     )  # fmt: skip
     return (
         "## ρ relative to the base's norm\n\nGain in points. Stars as along ρ above, for each world's tests; "
-        "the main arms (1) have their own.\n\n" + markdown(head, (r[2] for r in rows)) + "\n"
+        "the main arms (1) have their own.\n\n" + write_table(head, (r[2] for r in rows)) + "\n"
     )
 
 
-def language_model_table() -> str:
+def write_language_model_table() -> str:
     """The cosine's rise and the gains in experiments/mergopt_smollm2, means over seeds."""
     arms = json.loads((Path(__file__).parents[1] / "mergopt_smollm2/results.json").read_text())["arms"]
     mergers = ("average", "task_arithmetic", "ties", "tsvm")
 
-    def points(cell: dict[str, Any], merger: str) -> float:
+    def read_points(cell: dict[str, Any], merger: str) -> float:
         accuracies = {t: a for t, a in cell["mergers"][merger]["test"].items() if t != "stories"}
         return 100 * statistics.mean(accuracies.values())
 
@@ -420,15 +438,15 @@ def language_model_table() -> str:
         pairs = [(arms[f"{arm}-{seed}"], arms[f"adamw-{seed}"]) for seed in SEEDS]
         means = [[statistics.mean(a["vectors"]["cosine"].values()) for a in pair] for pair in pairs]
         rise = [own - other for own, other in means]
-        gains = [[points(a, m) - points(b, m) for a, b in pairs] for m in mergers]
-        rows.append([arm, spread(rise, "+.3f"), *(", ".join(f"{g:+.1f}" for g in each) for each in gains)])
+        gains = [[read_points(a, m) - read_points(b, m) for a, b in pairs] for m in mergers]
+        rows.append([arm, show_spread(rise, "+.3f"), *(", ".join(f"{g:+.1f}" for g in each) for each in gains)])
     return (
         "## SmolLM2: the cosine between task vectors\n\nOf experiments/mergopt_smollm2: the rise over AdamW's, "
-        "and gains by seed in points.\n\n" + markdown(("arm", "cosine", *mergers), rows) + "\n"
+        "and gains by seed in points.\n\n" + write_table(("arm", "cosine", *mergers), rows) + "\n"
     )
 
 
-def seconds_table(results: Results) -> str:
+def write_seconds_table(results: Results) -> str:
     """What cells took, several at once on a card."""
     kinds: dict[str, list[float]] = {}
     for key, line in results.items():
@@ -439,38 +457,40 @@ def seconds_table(results: Results) -> str:
         [phase, str(len(s)), *(f"{f(s):.0f}" for f in (min, statistics.median, max))]
         for phase, s in kinds.items()
     ]
-    return "## Seconds of a cell\n\n" + markdown(("cells", "number", "least", "median", "most"), rows) + "\n"
+    return "## Seconds of a cell\n\n" + write_table(("cells", "number", "least", "median", "most"), rows) + "\n"
 
 
-def longer_steps(results: Results, world: str) -> str:
+def write_longer_steps(results: Results, world: str) -> str:
     """What the average would gain if AdamW's own step were as long as the arm's."""
     rows = []
     for arm in ARMS:
         ratios, expected, gains = [], [], []
-        for key in (Key(world, "main", "", arm, seed) for seed in results.seeds(world, "main", "", arm)):
-            if (reference := results.reference(key)) == key or reference not in results:
+        for key in (Key(world, "main", "", arm, seed) for seed in results.list_seeds(world, "main", "", arm)):
+            if (reference := results.find_reference(key)) == key or reference not in results:
                 continue
             own, other = results[key], results[reference]
-            ratios.append((measure_of(own, "length") or 0.0) / (measure_of(other, "length") or math.nan))
+            ratios.append((read_measure(own, "length") or 0.0) / (read_measure(other, "length") or math.nan))
             count = len(other["tasks"])
             curve = np.array(other["mergers"]["task_arithmetic"]["curve"])
             low, high = np.interp([1 / count, ratios[-1] / count], *curve.T)
-            expected.append((high - low) * (accuracy(other, "experts") or math.nan))
-            gains.append(results.gain(key, "average") or 0.0)
+            expected.append((high - low) * (read_accuracy(other, "experts") or math.nan))
+            gains.append(results.measure_gain(key, "average") or 0.0)
         if gains:
-            rows.append([arm, spread(ratios, ".2f"), spread(expected, "+.1f"), spread(gains, "+.1f")])
+            rows.append(
+                [arm, show_spread(ratios, ".2f"), show_spread(expected, "+.1f"), show_spread(gains, "+.1f")]
+            )
     return (
         "The average's step beside AdamW's; what a step of that length along AdamW's own average would gain, "
         "read off the validation curve of AdamW's task arithmetic; and what the average gained on test.\n\n"
-        + markdown(("arm", "length / AdamW's", "from length alone", "average's gain"), rows)
+        + write_table(("arm", "length / AdamW's", "from length alone", "average's gain"), rows)
         + "\n"
     )
 
 
-def epimer_tables(results: Results) -> str:
+def write_epimer_tables(results: Results) -> str:
     """EpiMer against TSV-M, its settings, and its theorem."""
     text = "## EpiMer\n\nEpiMer − TSV-M in points, tuned; one value a seed, p of a paired t-test.\n\n"
-    leads = {k: e for k, line in results.items() if (e := epimer_lead(line)) is not None}
+    leads = {k: e for k, line in results.items() if (e := measure_epimer_lead(line)) is not None}
     ahead = {k: e for k, e in leads.items() if k.world == "glyphs"}
     others = [world for world in results.worlds() if world != "glyphs"]
     groups = {
@@ -488,8 +508,10 @@ def epimer_tables(results: Results) -> str:
         means = [statistics.mean(leads[k] for k in keys if k.seed == seed) for seed in seeds]
         above = sum(leads[k] > 0 for k in keys)
         by_seed = ", ".join(f"{m:+.2f}" for m in means)
-        rows.append([name, f"{above} of {len(keys)}", by_seed, spread(means, "+.2f"), f"{t_test(means):.2g}"])
-    text += markdown(("experts", "EpiMer is ahead in", "by seed", "mean", "p"), rows) + "\n"
+        rows.append(
+            [name, f"{above} of {len(keys)}", by_seed, show_spread(means, "+.2f"), f"{run_t_test(means):.2g}"]
+        )
+    text += write_table(("experts", "EpiMer is ahead in", "by seed", "mean", "p"), rows) + "\n"
     text += "Other settings against the default, main cells of AdamW, points:\n\n"
     labels = (*EPIMERS, *(f"epimer samples {n}" for n in SAMPLES))
     rows = []
@@ -497,10 +519,10 @@ def epimer_tables(results: Results) -> str:
         row = [label.removeprefix("epimer ")]
         for world in results.worlds():
             lines = [results[k] for k in results if k[:4] == (world, "main", "", "adamw")]
-            pairs = [(accuracy(line, label), accuracy(line, "epimer")) for line in lines]
-            row.append(spread([a - b for a, b in pairs if a is not None and b is not None], "+.2f"))
+            pairs = [(read_accuracy(line, label), read_accuracy(line, "epimer")) for line in lines]
+            row.append(show_spread([a - b for a, b in pairs if a is not None and b is not None], "+.2f"))
         rows.append(row)
-    text += markdown(("setting", *results.worlds()), rows) + "\n"
+    text += write_table(("setting", *results.worlds()), rows) + "\n"
     text += (
         "Theorem 2: the bound on the mean rise of the experts' losses (nats), with Fishers as they are, and "
         "the rise that the theorem's merge has on the Fishers' samples.\n\n"
@@ -510,11 +532,11 @@ def epimer_tables(results: Results) -> str:
          " to ".join(f"{f(line['epimer']['fisher_traces'].values()):.3g}" for f in (min, max))]
         for k, line in results.items() if "epimer" in line
     ]  # fmt: skip
-    return text + markdown(("world", "seed", "V", "R", "bound", "rise", "Fisher traces"), bounds) + "\n"
+    return text + write_table(("world", "seed", "V", "R", "bound", "rise", "Fisher traces"), bounds) + "\n"
 
 
-def epimer_lead(line: Line) -> float | None:
-    ends = [accuracy(line, name) for name in ("epimer", "tsvm")]
+def measure_epimer_lead(line: Line) -> float | None:
+    ends = [read_accuracy(line, name) for name in ("epimer", "tsvm")]
     return None if None in ends else ends[0] - ends[1]  # type: ignore[operator]
 
 
@@ -522,16 +544,16 @@ def report(results: Results) -> str:
     """All tables."""
     axes = [axis for axis in ALONG if any(key.axis == axis for key in results)]
     return "\n".join([
-        *(main_tables(results, world) for world in results.worlds()),
-        *(axis_tables(results, axis) for axis in axes),
-        *(task_tables(results, world) for world in results.worlds()),
-        *(predictions(results, world) for world in results.worlds()),
-        predictions_along(results),
-        alignment_table(results),
-        rho_table(results),
-        language_model_table(),
-        epimer_tables(results),
-        seconds_table(results),
+        *(write_main_tables(results, world) for world in results.worlds()),
+        *(write_axis_tables(results, axis) for axis in axes),
+        *(write_task_tables(results, world) for world in results.worlds()),
+        *(tabulate_predictions(results, world) for world in results.worlds()),
+        tabulate_predictions_along(results),
+        write_alignment_table(results),
+        write_rho_table(results),
+        write_language_model_table(),
+        write_epimer_tables(results),
+        write_seconds_table(results),
     ])  # fmt: skip
 
 
@@ -542,7 +564,7 @@ def main() -> None:
     parser.add_argument("--alignment", type=Path, help="figure of gains over the cosine between task vectors")
     options = parser.parse_args()
     everything = [line for path in options.results for line in read(path)]
-    results = Results.of(everything)
+    results = Results.from_lines(everything)
     left_out = sum(key.world not in results.worlds() for key in results)
     print(f"{len(results)} lines; {left_out} are of worlds without AdamW, and left out.\n")
     for line in everything:

@@ -138,7 +138,7 @@ SAMPLES = (16, 64)
 
 
 @dataclass(frozen=True)
-class Cell:
+class StudyCell:
     """Experts of one arm and seed, merged in many ways.
 
     Attributes:
@@ -187,82 +187,82 @@ class Cell:
         return self.is_main and self.world == "glyphs" and self.arm in CORE
 
 
-def list_cells(bases: Path | None, worlds: Sequence[str] = tuple(WORLDS)) -> list[Cell]:
+def list_cells(bases: Path | None, worlds: Sequence[str] = tuple(WORLDS)) -> list[StudyCell]:
     """All cells, the most important first; without `bases`, those of weaker bases are left out.
 
     Args:
         bases: the folder of what pretrain.py keeps: `step_N.safetensors`, and those of `PRETRAININGS`.
     """
     order = [
-        *_main("glyphs", CORE),
-        *_main("minilm", CORE),
-        *_main("glyphs", OTHERS),
-        *_axes(bases, SEEDS[:2]),
-        *_main("minilm", OTHERS),
-        *_axes(bases, SEEDS[2:]),
-        *_further(bases),
+        *_list_main("glyphs", CORE),
+        *_list_main("minilm", CORE),
+        *_list_main("glyphs", OTHERS),
+        *_list_axes(bases, SEEDS[:2]),
+        *_list_main("minilm", OTHERS),
+        *_list_axes(bases, SEEDS[2:]),
+        *_list_further(bases),
     ]
     return [cell for cell in order if cell.world in worlds]
 
 
-def _main(world: str, arms: dict[str, tuple[str, ...]]) -> Iterator[Cell]:
+def _list_main(world: str, arms: dict[str, tuple[str, ...]]) -> Iterator[StudyCell]:
     for seed, (arm, lines) in product(SEEDS, arms.items()):
         rate = (f"training.lr={WORLDS[world].sgd:g}",) if arm == "sgd" else ()
-        yield Cell(world, "main", "", arm, seed, (*lines, *rate), TIMES_FIT.get(arm))
+        yield StudyCell(world, "main", "", arm, seed, (*lines, *rate), TIMES_FIT.get(arm))
 
 
-def _axes(bases: Path | None, seeds: Sequence[int]) -> Iterator[Cell]:
+def _list_axes(bases: Path | None, seeds: Sequence[int]) -> Iterator[StudyCell]:
     for seed in seeds:
-        for axis, values in _changes(bases).items():
+        for axis, values in _list_changes(bases).items():
             for (value, changes), (arm, lines) in product(values.items(), CORE.items()):
-                yield Cell("glyphs", axis, value, arm, seed, (*lines, *changes))
+                yield StudyCell("glyphs", axis, value, arm, seed, (*lines, *changes))
             if axis == "distance":
-                yield from _rhos("glyphs", TIMES_RHO, seed)
+                yield from _list_rhos("glyphs", TIMES_RHO, seed)
 
 
-def _changes(bases: Path | None) -> dict[str, dict[str, tuple[str, ...]]]:
+def _list_changes(bases: Path | None) -> dict[str, dict[str, tuple[str, ...]]]:
     """Overrides by axis and value."""
     distances = {f"{lr:g} x {n}": (f"training.lr={lr:g}", f"training.steps={n}") for lr, n in DISTANCES}
     axes: dict[str, dict[str, tuple[str, ...]]] = {"distance": distances}
     if bases is not None:
-        axes["base"] = {str(n): _starting(bases, f"step_{n}") for n in STRENGTHS}
+        axes["base"] = {str(n): _start_from(bases, f"step_{n}") for n in STRENGTHS}
     axes["batch"] = {str(n): (f"training.batch_size={n}",) for n in BATCHES}
-    axes["likeness"] = {"one alphabet": _one_alphabet()}
+    axes["likeness"] = {"one alphabet": _choose_one_alphabet()}
     return axes
 
 
-def _starting(bases: Path, name: str) -> tuple[str, ...]:
+def _start_from(bases: Path, name: str) -> tuple[str, ...]:
     return (f"base={bases.resolve()}/{name}.safetensors",)
 
 
-def _rhos(world: str, multiples: Sequence[float], seed: int) -> Iterator[Cell]:
+def _list_rhos(world: str, multiples: Sequence[float], seed: int) -> Iterator[StudyCell]:
     for (arm, rho), times in product(RHOS.items(), multiples):
-        yield Cell(world, "rho", f"{times:g}", arm, seed, (*CORE[arm], f"optimizer.rho={rho * times:g}"))
+        yield StudyCell(world, "rho", f"{times:g}", arm, seed, (*CORE[arm], f"optimizer.rho={rho * times:g}"))
 
 
-def _further(bases: Path | None) -> Iterator[Cell]:
+def _list_further(bases: Path | None) -> Iterator[StudyCell]:
     """Another pretraining, ρ relative to the base's norm, equal cost along axes, and what is measured apart."""
-    axes, again = _changes(bases), {}
+    axes, again = _list_changes(bases), {}
     if bases is not None:
-        again = {value: _starting(bases, name) for value, name in PRETRAININGS.items()}
+        again = {value: _start_from(bases, name) for value, name in PRETRAININGS.items()}
     for seed, (value, changes), arm in product(SEEDS, again.items(), MEASURED["arms"]):
-        yield Cell("glyphs", "pretraining", value, arm, seed, (*CORE[arm], *changes))
+        yield StudyCell("glyphs", "pretraining", value, arm, seed, (*CORE[arm], *changes))
     axes["pretraining"] = again
     for seed, (world, multiples) in product(SEEDS, MORE_RHO.items()):
-        yield from _rhos(world, multiples, seed)
+        yield from _list_rhos(world, multiples, seed)
     for seed, (axis, values), arm in product(SEEDS, SAME_COST_AT.items(), SAME_COST):
         for value in (v for v in values if v in axes.get(axis, {})):
-            yield Cell("glyphs", axis, value, arm, seed, (*OTHERS[arm], *axes[axis][value]))
+            yield StudyCell("glyphs", axis, value, arm, seed, (*OTHERS[arm], *axes[axis][value]))
     for seed in SEEDS:
         lines = (*CORE["adamw"], "training.batch_size=256", "training.steps=150")
-        yield Cell("glyphs", "batch", HALF_STEPS, "adamw", seed, lines)
+        yield StudyCell("glyphs", "batch", HALF_STEPS, "adamw", seed, lines)
     for seed, axis, arm in product(SEEDS, MEASURED["axes"], MEASURED["arms"]):
         for value, changes in axes.get(axis, {}).items():
             lines = (*CORE[arm], *changes)
-            yield Cell("glyphs", axis, value, arm, seed, lines, only_measures=True)
+            yield StudyCell("glyphs", axis, value, arm, seed, lines, only_measures=True)
 
 
-def _one_alphabet() -> tuple[str, ...]:
+def _choose_one_alphabet() -> tuple[str, ...]:
     names = {look: f"latin_{look.replace(' ', '_')}" for look in LOOKS}
     added = [f"+task@suite.tasks.{name}=latin" for name in names.values()]
     added += [f"suite.tasks.{name}.look={look}" for look, name in names.items()]

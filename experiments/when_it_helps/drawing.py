@@ -10,7 +10,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from cells import ALONG, CORE, SAME_COST
-from results_by_cell import Results, alignment, arms_along, shown, values_along
+from results_by_cell import Results, list_arms_along, list_values_along, measure_alignment, show_value
 
 SHOWN = (-9.0, 9.0)
 """Points that the figures show. What falls outside: the largest ρ, and task arithmetic at 0.4."""
@@ -27,8 +27,8 @@ MAIN_VALUE = {"distance": "2e-4 × 300", "base": "20000", "tasks": "8", "likenes
 def draw_axes(results: Results, path: Path) -> None:
     """Gains along each axis: a column an axis, a row a merger, a line an optimizer."""
     axes = {axis: settings for axis in ALONG if len(settings := [
-        setting for setting in values_along(results, axis)
-        if any(results.gains("glyphs", *setting, arm, "experts") for arm in arms_along(axis))
+        setting for setting in list_values_along(results, axis)
+        if any(results.list_gains("glyphs", *setting, arm, "experts") for arm in list_arms_along(axis))
     ]) > 1}  # fmt: skip
     shape = (len(DRAWN), len(axes))
     fig, panels = plt.subplots(
@@ -39,8 +39,8 @@ def draw_axes(results: Results, path: Path) -> None:
         panel.axhline(0, color="black", linewidth=0.8)
         panel.set_ylim(*SHOWN)
         for number, arm in enumerate(ARMS_SHOWN):
-            gains = {x: g for x, (own, value) in enumerate(settings) if arm in arms_along(axis)
-                     and (g := results.gains("glyphs", own, value, arm, merger))}  # fmt: skip
+            gains = {x: g for x, (own, value) in enumerate(settings) if arm in list_arms_along(axis)
+                     and (g := results.list_gains("glyphs", own, value, arm, merger))}  # fmt: skip
             ends = {x + 0.1 * (number - 1): g for x, g in gains.items()}
             line = "none" if axis in ("likeness", "pretraining") else "-"
             means = [statistics.mean(g) for g in ends.values()]
@@ -56,7 +56,7 @@ def draw_axes(results: Results, path: Path) -> None:
                     color=f"C{number}",
                     capsize=2,
                 )
-        names = [shown(value or MAIN_VALUE[axis]) for _, value in settings]
+        names = [show_value(value or MAIN_VALUE[axis]) for _, value in settings]
         panel.set_xticks(range(len(settings)), names, fontsize=8, rotation=40, ha="right")
         panel.tick_params(axis="y", labelsize=8)
         if row == 0:
@@ -80,7 +80,7 @@ def draw_alignment(results: Results, path: Path) -> None:
     for panel, column in zip(panels, ("task_arithmetic", "ties"), strict=True):
         panel.axhline(0, color="black", linewidth=0.8)
         for number, (name, kinds) in enumerate(groups.items()):
-            points = [p[column] for cell, p in alignment(results).items() if cell[:2] in kinds]
+            points = [p[column] for cell, p in measure_alignment(results).items() if cell[:2] in kinds]
             panel.plot(
                 *np.array(points).reshape(-1, 2).T,
                 "os^vD*PXp"[number],

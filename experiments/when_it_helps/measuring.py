@@ -26,7 +26,7 @@ from cells import (
     SMALL_SIZES,
     SMALL_TASKS,
     WORLDS,
-    Cell,
+    StudyCell,
     World,
 )
 from hydra import compose, initialize_config_dir
@@ -58,7 +58,7 @@ _SHARED: dict[str, Any] = {}
 """Tasks and backbones that the cells of a process have in common."""
 
 
-def run_cell(cell: Cell, store: Path, more: Sequence[str] = (), small: bool = False) -> list[Values]:
+def run_cell(cell: StudyCell, store: Path, more: Sequence[str] = (), small: bool = False) -> list[Values]:
     """Everything that is known of a cell: a line for it, and one for each subset of its tasks.
 
     Args:
@@ -67,7 +67,7 @@ def run_cell(cell: Cell, store: Path, more: Sequence[str] = (), small: bool = Fa
         more: further overrides.
         small: a dry run, on a fraction of the data.
     """
-    world, clock = WORLDS[cell.world], Clock()
+    world, clock = WORLDS[cell.world], LapClock()
     common = ("joint=false", "progress=false", "training.compile=false", f"seed={cell.seed}")
     lines = [*world.lines, *common, f"store.root={store}", *cell.lines]
     lines += [*(SMALL if small else ()), *more]
@@ -76,11 +76,11 @@ def run_cell(cell: Cell, store: Path, more: Sequence[str] = (), small: bool = Fa
     if cell.times_fit:
         fitted = run.obtain(declare_fit(run)).info["scale"]
         run = compose_run([*lines, f"optimizer.scale={cell.times_fit * fitted}"], folder, small)
-        clock.lap("pilots")
+        clock.note_lap("pilots")
     stage_finetune(run)
-    clock.lap("finetune")
+    clock.note_lap("finetune")
     mergers = build_methods(run, {name: {} for name in cell.mergers}, cell.seed)
-    vectors = TaskVectors(run)
+    vectors = TaskVectorMeasures(run)
     names = list(run.tasks)
     size = replace(world, hessians=1, samples=16) if small else world
     known: Values = {
@@ -90,49 +90,49 @@ def run_cell(cell: Cell, store: Path, more: Sequence[str] = (), small: bool = Fa
     }  # fmt: skip
     if cell.only_measures:
         known |= {"only_measures": True, **vectors.describe(names), "measures": measure(run, size)}
-        clock.lap("measures")
-        return [rounded({**known, "seconds": clock.laps, "machine": machine()})]
+        clock.note_lap("measures")
+        return [round_all({**known, "seconds": clock.laps, "machine": describe_machine()})]
     bench = Bench(run)
     known |= {"experts": bench.experts, "zero_shot": bench.zero_shot}
     if known["scale"] == "fit":
         known["scale"] = run.obtain(declare_fit(run)).info["scale"]
-    clock.lap("evaluate experts")
+    clock.note_lap("evaluate experts")
     line = {
         **known, "tasks": names, **vectors.describe(names),
         "mergers": {label: bench.merge(run, method, label, names) for label, method in mergers.items()},
     }  # fmt: skip
-    clock.lap("merge")
+    clock.note_lap("merge")
     lines_out = [line]
     if cell.has_subsets:
-        for axis, value, chosen in subsets(names, cell.seed):
+        for axis, value, chosen in draw_subsets(names, cell.seed):
             merged = {n: bench.merge(run, mergers[n], n, chosen) for n in ON_AXES}
             changed = {"axis": axis, "value": value, "tasks": chosen, "mergers": merged}
             lines_out.append({**known, **changed, **vectors.describe(chosen)})
-        clock.lap("subsets")
+        clock.note_lap("subsets")
     if cell.is_measured:
         line["measures"] = measure(run, size)
-        clock.lap("measures")
+        clock.note_lap("measures")
     if cell.is_main and cell.arm == "adamw":
         line["mergers"] |= merge_variants(run, bench, cell.seed)
         line["epimer"] = study_bound(run, cell.seed)
-        clock.lap("epimer")
+        clock.note_lap("epimer")
     line["seconds"] = clock.laps
-    line["machine"] = machine()
+    line["machine"] = describe_machine()
     del run, bench, vectors
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return [rounded(each) for each in lines_out]
+    return [round_all(each) for each in lines_out]
 
 
-class Clock:
+class LapClock:
     """Seconds of what was done one after the other."""
 
     def __init__(self) -> None:
         self.laps: dict[str, float] = {}
         self._last = time.monotonic()
 
-    def lap(self, name: str) -> None:
+    def note_lap(self, name: str) -> None:
         now = time.monotonic()
         self.laps[name], self._last = round(now - self._last, 2), now
 
@@ -168,7 +168,7 @@ def build_methods(run: Run, changes: Mapping[str, Values], seed: int) -> dict[st
     return {label: m.method for label, m in build_mergers(nodes.mergers, run.search, run.experts).items()}
 
 
-def subsets(names: Sequence[str], seed: int) -> list[tuple[str, str, list[str]]]:
+def draw_subsets(names: Sequence[str], seed: int) -> list[tuple[str, str, list[str]]]:
     """Axis, value and tasks of the merges of some of the experts."""
     order = random.Random(seed).sample(list(names), len(names))
     counts = [("tasks", str(k), [t for t in names if t in order[:k]]) for k in COUNTS if k < len(names)]
@@ -176,7 +176,7 @@ def subsets(names: Sequence[str], seed: int) -> list[tuple[str, str, list[str]]]
     return counts + groups
 
 
-class TaskVectors:
+class TaskVectorMeasures:
     """The experts' task vectors, on the run's device."""
 
     def __init__(self, run: Run) -> None:
@@ -317,7 +317,7 @@ def measure(run: Run, world: World) -> Values:
     chosen = {task: sample(run, task, "validation", 256) for task in run.tasks}
     size = run.cfg.evaluation_batch_size
 
-    def curvature() -> Values:
+    def measure_curvature() -> Values:
         tops, traces = [], []
         for task in names[: world.hessians]:
             weights.move({task: 1.0})
@@ -330,7 +330,7 @@ def measure(run: Run, world: World) -> Values:
             traces.append(trace(hessian, hessian.draw_vector(), products=12, seed=run.seed).value)
         return {"eigenvalue": sum(tops) / len(tops), "trace": sum(traces) / len(traces)}
 
-    def linearity() -> Values:
+    def measure_linearity() -> Values:
         blocks = find_blocks(run.model)
         means = []
         for pair in pairs:
@@ -339,7 +339,7 @@ def measure(run: Run, world: World) -> Values:
             means.append(sum(by_block.values()) / len(by_block))
         return {"ctl": sum(means) / len(means)}
 
-    def disentanglement() -> Values:
+    def measure_disentanglement() -> Values:
         errors: dict[float, list[float]] = {FIXED: [], 1.0: []}
         for pair in pairs:
             on = {task: chosen[task] for task in pair}
@@ -349,30 +349,30 @@ def measure(run: Run, world: World) -> Values:
         return {f"xi {alpha:g}": sum(values) / len(values) for alpha, values in errors.items()}
 
     results: Values = {}
-    for part in (curvature, linearity, disentanglement):
+    for part in (measure_curvature, measure_linearity, measure_disentanglement):
         try:
             results |= part()
         except Exception as error:
-            results[f"no {part.__name__}"] = one_line(error)
+            results[f"no {part.__name__.removeprefix('measure_')}"] = shorten_error(error)
     return results
 
 
-def one_line(error: Exception) -> str:
+def shorten_error(error: Exception) -> str:
     """An error's kind and the beginning of its message."""
     line = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {line}"[:300]
 
 
-def rounded(item: Any) -> Any:
+def round_all(item: Any) -> Any:
     """Numbers with six digits."""
     if isinstance(item, float):
         return float(f"{item:.6g}")
     if isinstance(item, Mapping):
-        return {name: rounded(value) for name, value in item.items()}
-    return [rounded(value) for value in item] if isinstance(item, list | tuple) else item
+        return {name: round_all(value) for name, value in item.items()}
+    return [round_all(value) for value in item] if isinstance(item, list | tuple) else item
 
 
-def machine() -> str:
+def describe_machine() -> str:
     """The card and torch's version."""
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return f"{card}, torch {torch.__version__}"

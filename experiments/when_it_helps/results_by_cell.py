@@ -26,7 +26,7 @@ class Results(dict[Key, Line]):
     """Lines by what they are of."""
 
     @classmethod
-    def of(cls, lines: Iterable[Line]) -> "Results":
+    def from_lines(cls, lines: Iterable[Line]) -> "Results":
         """The latest good line of each cell, with what was measured apart."""
         results, apart = cls(), {}
         for line in lines:
@@ -40,23 +40,26 @@ class Results(dict[Key, Line]):
                 results[key._replace(value=HALF_STEPS, arm=key.arm.partition(",")[0])] = line
         return results
 
-    def reference(self, key: Key) -> Key:
+    def find_reference(self, key: Key) -> Key:
         """AdamW's cell that a cell is compared with; of values that AdamW does not have, the main one."""
         alike = f"adamw, {key.arm.partition(', ')[2]}"
         arm = alike if alike in ARMS else "adamw"
         return key._replace(arm=arm, axis="main", value="") if key.axis == "rho" else key._replace(arm=arm)
 
-    def gain(self, key: Key, column: str) -> float | None:
+    def measure_gain(self, key: Key, column: str) -> float | None:
         """Of one cell; None where it or AdamW's does not have it."""
-        own, other = accuracy(self.get(key), column), accuracy(self.get(self.reference(key)), column)
+        own, other = (
+            read_accuracy(self.get(key), column),
+            read_accuracy(self.get(self.find_reference(key)), column),
+        )
         return None if own is None or other is None else own - other
 
-    def gains(self, world: str, axis: str, value: str, arm: str, column: str) -> list[float]:
+    def list_gains(self, world: str, axis: str, value: str, arm: str, column: str) -> list[float]:
         """Of every seed that both have, in the order of seeds."""
-        keys = [Key(world, axis, value, arm, seed) for seed in self.seeds(world, axis, value, arm)]
-        return [gain for key in keys if (gain := self.gain(key, column)) is not None]
+        keys = [Key(world, axis, value, arm, seed) for seed in self.list_seeds(world, axis, value, arm)]
+        return [gain for key in keys if (gain := self.measure_gain(key, column)) is not None]
 
-    def seeds(self, world: str, axis: str, value: str, arm: str) -> list[int]:
+    def list_seeds(self, world: str, axis: str, value: str, arm: str) -> list[int]:
         return [seed for seed in SEEDS if Key(world, axis, value, arm, seed) in self]
 
     def list_cells(self) -> list[Cells]:
@@ -68,7 +71,7 @@ class Results(dict[Key, Line]):
         return list(dict.fromkeys(k.world for k in self if k[1:4] == ("main", "", "adamw")))
 
 
-def accuracy(line: Line | None, column: str) -> float | None:
+def read_accuracy(line: Line | None, column: str) -> float | None:
     """Per cent, mean over tasks; None where a line does not have it."""
     if line is None:
         return None
@@ -81,7 +84,7 @@ def accuracy(line: Line | None, column: str) -> float | None:
     return None if values is None else 100 * sum(values.values()) / len(values)
 
 
-def measure_of(line: Line, name: str) -> float | None:
+def read_measure(line: Line, name: str) -> float | None:
     """A measure of a line, if it has it."""
     if name == "length":
         count = len(line["tasks"])
@@ -90,7 +93,7 @@ def measure_of(line: Line, name: str) -> float | None:
     return float(value) if value is not None else None
 
 
-def values_along(results: Results, axis: str) -> list[tuple[str, str]]:
+def list_values_along(results: Results, axis: str) -> list[tuple[str, str]]:
     """Axis and value of the lines along an axis in its order, the main cell among them."""
     order = [("main", "") if value is None else (axis, value) for value in ALONG[axis]]
     return [
@@ -98,39 +101,39 @@ def values_along(results: Results, axis: str) -> list[tuple[str, str]]:
     ]
 
 
-def arms_along(axis: str) -> list[str]:
+def list_arms_along(axis: str) -> list[str]:
     """Those that have cells along an axis."""
     if axis == "rho":
         return list(RHOS)
     return [*(arm for arm in CORE if arm != "adamw"), *(SAME_COST if axis in SAME_COST_AT else ())]
 
 
-def shown(value: str) -> str:
+def show_value(value: str) -> str:
     """A value as tables and figures write it."""
     for own, short in (("5e-05", "5e-5"), ("0.0002", "2e-4"), ("0.0008", "8e-4"), (" x ", " × ")):
         value = value.replace(own, short)
     return value or "main"
 
 
-def alignment(results: Results) -> dict[Cells, dict[str, tuple[float, float]]]:
+def measure_alignment(results: Results) -> dict[Cells, dict[str, tuple[float, float]]]:
     """Of SAM and ASAM at every value of every axis: how much more alike task vectors are, and each gain."""
     cells = [cell for cell in results.list_cells() if cell[3] in RHOS]
     columns = ("task_arithmetic", "ties", "tsvm", "epimer")
-    known = {cell: {c: p for c in columns if (p := point_of(results, cell, "cosine", c))} for cell in cells}
+    known = {cell: {c: p for c in columns if (p := find_point(results, cell, "cosine", c))} for cell in cells}
     return dict(sorted(((k, v) for k, v in known.items() if v), key=lambda each: each[1]["ties"][0]))
 
 
-def point_of(results: Results, arm: Cells, name: str, column: str) -> tuple[float, float] | None:
+def find_point(results: Results, arm: Cells, name: str, column: str) -> tuple[float, float] | None:
     """A measure's difference to AdamW's and the gain, means over seeds; None where there are none."""
     changes, gains = [], []
-    for key in (Key(*arm, seed) for seed in results.seeds(*arm)):
-        reference = results.reference(key)
+    for key in (Key(*arm, seed) for seed in results.list_seeds(*arm)):
+        reference = results.find_reference(key)
         if reference == key or reference not in results:
             continue
-        own, other = (measure_of(results[k], name) for k in (key, reference))
+        own, other = (read_measure(results[k], name) for k in (key, reference))
         if own is None or other is None or (name != "cosine" and min(own, other) <= 0):
             continue
-        gain = results.gain(key, column)
+        gain = results.measure_gain(key, column)
         if gain is not None:
             changes.append(own - other if name == "cosine" else math.log(own / other))
             gains.append(gain)

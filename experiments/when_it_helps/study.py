@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from cells import WORLDS, Cell, list_cells
+from cells import WORLDS, StudyCell, list_cells
 
 KEY = ("world", "axis", "value", "arm", "seed")
 """Of a cell and its lines."""
@@ -33,27 +33,27 @@ def work(link: Connection, store: Path, more: dict[str, list[str]], small: bool)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     logging.disable(logging.INFO)
     warnings.filterwarnings("ignore")
-    from measuring import one_line, run_cell
+    from measuring import run_cell, shorten_error
 
     link.send(None)
     while True:
         try:
-            cell: Cell = link.recv()
+            cell: StudyCell = link.recv()
         except EOFError:  # the study was killed
             return
         try:
             link.send(run_cell(cell, store, more.get(cell.world, []), small))
         except Exception as error:
-            link.send(one_line(error))
+            link.send(shorten_error(error))
 
 
-class Worker:
+class CardWorker:
     """A process, the cell it is at, and since when."""
 
     def __init__(self, card: str, *arguments: Any) -> None:
         self.card = card
         self._arguments = arguments
-        self.cell: Cell | None = None
+        self.cell: StudyCell | None = None
         self.begun = time.monotonic()
         os.environ["CUDA_VISIBLE_DEVICES"] = "" if card == "cpu" else card
         context = multiprocessing.get_context("spawn")
@@ -62,13 +62,13 @@ class Worker:
         self.process.start()
         other.close()
 
-    def give(self, cell: Cell) -> None:
+    def give(self, cell: StudyCell) -> None:
         self.cell, self.begun = cell, time.monotonic()
         self.link.send(cell)
 
-    def again(self) -> "Worker":
+    def renew(self) -> "CardWorker":
         """Another one in place of one that died."""
-        return Worker(self.card, *self._arguments)
+        return CardWorker(self.card, *self._arguments)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -82,19 +82,19 @@ def read(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def name_of(line: dict[str, Any]) -> str:
+def name_line(line: dict[str, Any]) -> str:
     """A line's cell."""
     name = f"{line['world']}/{line['axis']}/{line['value']}/{line['arm']}/{line['seed']}"
     return f"{name}/measures" if line.get("only_measures") else name
 
 
-def choose(left: list[Cell], under_way: set[str]) -> Cell:
+def choose(left: list[StudyCell], under_way: set[str]) -> StudyCell:
     """The first cell that would not wait for another that is under way, else the first; it is taken out."""
     index = next((i for i, cell in enumerate(left) if cell.awaits not in under_way), 0)
     return left.pop(index)
 
 
-def run(left: list[Cell], workers: list[Worker], out: Path, ends: tuple[float, float]) -> None:
+def run(left: list[StudyCell], workers: list[CardWorker], out: Path, ends: tuple[float, float]) -> None:
     """Give cells to workers until there are none, no more are to be begun, or all must stop."""
     begun, (no_more, stop) = time.monotonic(), ends
     ready: set[Connection] = set()
@@ -123,7 +123,7 @@ def run(left: list[Cell], workers: list[Worker], out: Path, ends: tuple[float, f
                     answer = f"the process died, exit {worker.process.exitcode}"
                     if cell is None:
                         raise SystemExit("a process died before its first cell") from None
-                    workers[workers.index(worker)] = worker.again()
+                    workers[workers.index(worker)] = worker.renew()
                 if cell is None:
                     continue
                 if isinstance(answer, str):
@@ -131,7 +131,7 @@ def run(left: list[Cell], workers: list[Worker], out: Path, ends: tuple[float, f
                     if "CUDA" in answer or "OutOfMemory" in answer:  # a process may be of no use after that
                         worker.process.kill()
                         ready.discard(worker.link)
-                        workers[workers.index(worker)] = worker.again()
+                        workers[workers.index(worker)] = worker.renew()
                     parts = {k: getattr(cell, k) for k in (*KEY, "only_measures")}
                     stream.write(json.dumps({**parts, "error": answer}) + "\n")
                     note = answer
@@ -168,7 +168,7 @@ def main() -> None:
     options = parser.parse_args()
     began = time.monotonic()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    ready = {name_of(line) for line in read(options.out) if "error" not in line}
+    ready = {name_line(line) for line in read(options.out) if "error" not in line}
     left = [cell for cell in list_cells(options.bases, options.worlds) if cell.name not in ready]
     if options.only:
         left = [cell for cell in left if any(word in cell.name for word in options.only)]
@@ -190,7 +190,7 @@ def main() -> None:
         more = {world: [*lines, "device=cpu", "trainer.accelerator=cpu"] for world, lines in more.items()}
     slots = (cards * options.per_card)[: len(left)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
-    workers = [Worker(card, options.store.resolve(), more, options.small) for card in slots]
+    workers = [CardWorker(card, options.store.resolve(), more, options.small) for card in slots]
     stop = options.stop if options.stop is not None else options.minutes + 1
     try:
         run(left, workers, options.out, (began + 60 * options.minutes, began + 60 * stop))

@@ -17,7 +17,6 @@ from mergekit_lab.reporting import RunFiles, write_report
 from mergekit_lab.reporting.drawing import save_figure
 from mergekit_lab.reporting.summary import say_count
 from mergekit_lab.runs.analyses import Analysis
-from mergekit_lab.runs.finetune import declare_expert
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.own_code import describe_code
 from mergekit_lab.runs.run import Run, say_seconds
@@ -34,11 +33,13 @@ DATA = "data.json"
 def declare_analysis(run: Run) -> Node:
     """The numbers of the analysis that the configuration names."""
     built = build(run.cfg.analysis, Analysis)
+    needs = built.list_needs(run)
     return Node(
         "analyses", f"the analysis {_name(run, built)}", "analyze", None,
         decide=lambda: built.describe_content(run) | describe_code(run.plain["analysis"]),
         make=lambda workspace: _compute(run, built, workspace),
-        needs=tuple(declare_expert(run, task) for task in run.experts),
+        needs=needs,
+        awaits=tuple(awaited for need in needs for awaited in need.awaits),
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from mergekit_lab.reporting import read_records
 from mergekit_lab.reporting.drawing import save_figure
 from mergekit_lab.runs import analyze as stage
 from mergekit_lab.runs.analyses import Analysis, ablations, contract, paths, planes, sweeps, vectors
+from mergekit_lab.runs.merge import declare_merged
 from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.check import build
 from mergekit_lab.schema.run import Curvature
@@ -160,6 +161,14 @@ def test_a_plane_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypatc
     shutil.rmtree(store / "analyses")
     whole = analyze(tmp_path / "whole", store, "landscape", *options)
     assert resumed == whole
+
+
+def test_a_barrier_is_named_once_its_merged_model_is(trained, tmp_path) -> None:
+    overrides = [*TINY, f"store.root={tmp_path}", "analysis=barrier", "merger=task_arithmetic", "joint=false"]
+    run = Run(compose_config(overrides)[0], tmp_path, {"optimizer": "adamw"})
+    node, merged = stage.declare_analysis(run), declare_merged(run, "task_arithmetic")
+    assert [need.kind for need in node.needs] == [*("experts" for _ in run.experts), "merged"]
+    assert node.awaits == merged.awaits != ()
 
 
 def test_a_barrier_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypatch) -> None:

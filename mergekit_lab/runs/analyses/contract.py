@@ -22,6 +22,7 @@ from mergekit_lab.kept_results import Cell, keep_results
 from mergekit_lab.ranges import Count, check_settings
 from mergekit_lab.reporting.encoding import Chart
 from mergekit_lab.runs.finetune import declare_expert
+from mergekit_lab.runs.nodes import Node
 from mergekit_lab.runs.run import Run, load_state
 from mergekit_lab.tasks import Part
 
@@ -41,6 +42,10 @@ class Analysis:
 
     def __post_init__(self) -> None:
         check_settings(type(self), vars(self), "analysis.{}")
+
+    def list_needs(self, run: Run) -> tuple[Node, ...]:
+        """The artifacts that it reads."""
+        return tuple(declare_expert(run, task) for task in run.experts)
 
     def describe_content(self, run: Run) -> dict[str, Any]:
         """Everything that decides the numbers, and nothing else."""

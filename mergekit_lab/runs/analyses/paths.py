@@ -34,6 +34,7 @@ from mergekit_lab.runs.analyses.contract import (
 from mergekit_lab.runs.analyses.sweeps import list_scaled_mergers, merge_keys
 from mergekit_lab.runs.combine import merge_experts
 from mergekit_lab.runs.merge import declare_merged
+from mergekit_lab.runs.nodes import Node
 from mergekit_lab.runs.run import Run, load_state
 
 
@@ -106,6 +107,9 @@ class LossBarrier(OnSamples):
         if label not in run.mergers:
             raise InputError(f"analysis.merger is {label!r}; this run has {', '.join(run.mergers)}")
         return label
+
+    def list_needs(self, run: Run) -> tuple[Node, ...]:
+        return (*super().list_needs(run), declare_merged(run, self._find_label(run)))
 
     def describe_content(self, run: Run) -> dict[str, Any]:
         return {
