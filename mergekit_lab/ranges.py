@@ -5,10 +5,12 @@ A class declares what its fields may be in their types: `Literal["mean", "sum"]`
 """
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
-from numbers import Integral, Real
-from types import NoneType, UnionType
+from inspect import get_annotations
+from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -28,8 +30,8 @@ Proportion = Annotated[float, Ge(0), Le(1)]
 NotNegative = Annotated[float, Ge(0), Le(FASTEST)]
 Rate = Annotated[float, Gt(0), Le(FASTEST)]
 
-_KINDS: dict[Any, tuple[type, str]] = {
-    float: (Real, "a number"), int: (Integral, "a whole number"), bool: (bool, "true or false"),
+_KINDS: dict[Any, tuple[type | UnionType, str]] = {
+    float: (int | float, "a number"), int: (int, "a whole number"), bool: (bool, "true or false"),
     NoneType: (NoneType, "null"), Sequence: (Sequence, "a list"), Mapping: (Mapping, "a mapping"),
     list: (Sequence, "a list"), dict: (Mapping, "a mapping"), Literal: (object, ""),
 }  # fmt: skip
@@ -51,6 +53,14 @@ class _Rule(NamedTuple):
             return isinstance(value, bool) and self.kind is bool
         return isinstance(value, _KINDS[self.kind][0])
 
+    @property
+    def words(self) -> list[str]:
+        """What it takes, as messages say it."""
+        if self.kind is bool:
+            return ["true", "false"]
+        within = f" that is {describe_range(self.bounds)}" if self.bounds else ""
+        return [str(choice) for choice in self.choices] or [_KINDS[self.kind][1] + within]
+
 
 def _read_rule(hint: Any) -> _Rule:
     bounds = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
@@ -60,40 +70,57 @@ def _read_rule(hint: Any) -> _Rule:
 
 
 @cache
-def _read_rules(taker: Callable[..., Any]) -> Mapping[str, tuple[_Rule, ...]]:
-    """What the types of a class, or of a function's arguments, say of plain values; others are left out."""
-    try:
-        hints = get_type_hints(taker, include_extras=True)
-    except (NameError, TypeError):  # a user's own
-        return {}
-    options = {n: get_args(h) if get_origin(h) in (Union, UnionType) else (h,) for n, h in hints.items()}
-    rules = {name: tuple(map(_read_rule, each)) for name, each in options.items()}
-    return {name: each for name, each in rules.items() if all(rule.kind in _KINDS for rule in each)}
+def _read_rules(taker: Callable[..., Any]) -> Mapping[str, Sequence[tuple[_Rule, ...]]]:
+    """What the types of a class and then its parents, or of a function's arguments, say of plain values; others
+    are left out.
+    """
+    found: dict[str, list[tuple[_Rule, ...]]] = {}
+    for owner in getattr(taker, "__mro__", (taker,)):
+        for name, hint in _read_hints(owner):
+            options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+            rules = tuple(map(_read_rule, options))
+            if all(rule.kind in _KINDS for rule in rules):
+                found.setdefault(name, []).append(rules)
+    return found
+
+
+def _read_hints(owner: Any) -> Iterator[tuple[str, Any]]:
+    """The types that a class or function declares itself, without those that its module cannot name."""
+    for name, hint in get_annotations(owner).items():
+        module = sys.modules.get(owner.__module__)
+        names = getattr(owner, "__globals__", None) or getattr(module, "__dict__", {})
+        with suppress(NameError, TypeError, AttributeError, SyntaxError):  # a user's own
+            one = SimpleNamespace(__annotations__={name: hint})
+            yield name, get_type_hints(one, {**vars(owner)}, names, include_extras=True)[name]
 
 
 def check_settings(taker: Callable[..., Any], settings: Mapping[str, object], named: str = "{}") -> None:
     """Raise `InputError` for the first setting that is not of its declared type, or not in its range.
+
+    A class that declares a field again says what it may be; the ranges of its parents hold too.
 
     Args:
         taker: the class, or the function, whose types count; those of no plain values do not.
         settings: by name.
         named: what messages call one, "training.{}".
     """
-    for name, rules in _read_rules(taker).items():
-        if name in settings:
-            _check_setting(named.format(name), settings[name], rules)
+    for name, declared in _read_rules(taker).items():
+        for rules in declared if name in settings else ():
+            if rules is declared[0] or any(rule.takes(settings[name]) for rule in rules):
+                _check_setting(named.format(name), settings[name], rules)
 
 
 def _check_setting(name: str, value: Any, rules: Sequence[_Rule]) -> None:
     taking = [rule for rule in rules if rule.takes(value)]
-    choices = [str(choice) for rule in rules for choice in rule.choices]
-    if choices and not taking:
-        require_choice(name, value, [*choices, *(["true", "false"] if bool in (r.kind for r in rules) else [])])
-    words = " or ".join(_KINDS[rule.kind][1] for rule in rules if rule.kind is not Literal)
-    require(bool(taking), name, value, words)
-    if isinstance(value, Real) and not isinstance(value, bool):
-        large = isinstance(value, int) and abs(value) >= _LONGEST
-        require(not large, name, value, f"{words}, finite in float32; write large ones as 1e30")
+    words = [word for rule in rules for word in rule.words]
+    if any(rule.choices for rule in rules) and not taking:
+        require_choice(name, value, words)
+    require(bool(taking), name, value, " or ".join(words))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        large = isinstance(value, int) and not -_LONGEST <= value < _LONGEST
+        wide = any(rule.kind is float for rule in rules)
+        advice = "finite in float32; write large ones as 1e30" if wide else "below 2**63 in size"
+        require(not large, name, value, f"{_KINDS[taking[0].kind][1]}, {advice}")
         bounds = taking[0].bounds
         null = ", or null" if any(rule.kind is NoneType for rule in rules) else ""
         require(all(_is_within(value, bound) for bound in bounds), name, value, describe_range(bounds) + null)

@@ -33,7 +33,7 @@ def keep_head(keep: Keeper, content: Mapping[str, Any], make: Callable[[], Tenso
 
     def write(out: Path) -> dict[str, Any]:
         head = make()
-        write_tensors(out / _FILE, {"head": head})
+        write_tensors(out / _FILE, {"head": head}, sync=False)
         return {"classes": len(head)}
 
     return open_checkpoint(keep("heads", content, 0, write) / _FILE)["head"]

@@ -15,19 +15,20 @@ from mergekit_lab.checkpoints.checkpoint import TensorSpec
 from mergekit_lab.checkpoints.shards import ShardedWriter
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one safetensors file by write and rename. Who publishes its folder waits for the disk.
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], sync: bool = True) -> None:
+    """Write one safetensors file by write, fsync and rename.
 
     Args:
         path: the file; its folder must exist.
         tensors: tensors on any device. Names that share memory are written as copies.
+        sync: wait for the disk; False if who publishes the folder does.
     """
     stem = f".{uuid.uuid4().hex}.tmp"
     temporary = path.with_name(f"{stem}.safetensors")
     try:
         specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         total = sum(spec.nbytes for spec in specs.values())
-        with ShardedWriter(path.parent, specs, max(total, 1), stem, sync=False) as writer:
+        with ShardedWriter(path.parent, specs, max(total, 1), stem, sync=sync) as writer:
             for name, tensor in tensors.items():
                 writer.write(name, tensor)
         temporary.replace(path)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
@@ -168,10 +168,14 @@ class Method:
         Raises:
             InputError: a setting of another type, or out of its range.
         """
+        cls._check_values(settings)
+        return super().__new__(cls)
+
+    @classmethod
+    def _check_values(cls, settings: Mapping[str, Any]) -> None:
         check_settings(cls, settings)
         weights = settings.get("weights")
         require(weights is None or not cls.without_weights, "weights", weights, f"None: {cls.without_weights}")
-        return super().__new__(cls)
 
     @property
     def scale(self) -> float:
@@ -226,7 +230,15 @@ class Method:
             raise InputError(f"{type(self).__name__} takes {how} {what}, not {experts}")
 
     def check(self, experts: Sequence[str]) -> None:
-        """Raise `InputError` before any work for experts that it cannot merge. Extend it by `super()`."""
+        """Raise `InputError` before any work for settings out of range, however they were set, and for experts
+        that it cannot merge. Extend it by `super()`.
+        """
+        self._check_values(vars(self))
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            finite = not isinstance(value, int | float) or is_finite(value)
+            require(finite, setting.name, value, "finite in float32")
+        self._check_number(len(experts))
         self.weigh_experts(experts)
 
     def check_tensors(self, names: Sequence[str]) -> None:

@@ -61,6 +61,10 @@ class WrappingMethod(Method):
     def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
         return self.inner.weigh_experts(experts, name)
 
+    def check(self, experts: Sequence[str]) -> None:
+        super().check(experts)
+        self.inner.check(experts)
+
     def name_side(self, kind: str, name: str) -> str | None:
         return self.inner.name_side(kind, name)
 

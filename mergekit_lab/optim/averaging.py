@@ -16,6 +16,7 @@ from mergekit_lab.optim.precision import widen
 from mergekit_lab.optim.saved_weights import SavedWeights
 from mergekit_lab.optim.sharded import take_parts
 from mergekit_lab.optim.wrapper import Closure, WrappedOptimizer
+from mergekit_lab.ranges import Count, Proportion, check_settings
 
 
 def fold_in(average: list[Tensor], weights: list[Tensor], part: float | Tensor) -> None:
@@ -68,7 +69,7 @@ class Averaging(WrappedOptimizer):
     aside: dict[Tensor, Tensor]
     takes_sharded = True
 
-    def begin(self, steps: int, start: float, every: int) -> None:
+    def begin(self, steps: Count, start: Proportion, every: Count) -> None:
         """Store a subclass's arguments, before its constructor calls the optimizer's."""
         self.steps = steps
         self.start = start
@@ -77,6 +78,10 @@ class Averaging(WrappedOptimizer):
         self.averaged_count = 0
         self._mode = {"training": False}
         self._memory = SavedWeights()
+
+    def validate(self) -> None:
+        super().validate()
+        check_settings(Averaging.begin, vars(self))
 
     @property
     def training(self) -> bool:

@@ -53,7 +53,7 @@ class GroupSettings(Optimizer):
     def check_ranges(self) -> None:
         """Raise `InputError` unless settings are as the constructors' arguments say, in every group too."""
         makers = [vars(kind)["__init__"] for kind in type(self).__mro__ if "__init__" in vars(kind)]
-        own = {name: getattr(self, name) for name in self.saved_attributes}
+        own = vars(self) | {name: getattr(self, name) for name in self.saved_attributes}
         free = [name for name in self.group_settings if name not in self.base.defaults]
         for maker in makers:
             check_settings(maker, own)

@@ -23,7 +23,6 @@ class SWA(Averaging):
         steps: number of planned steps, ≥ 1.
         start: part of `steps` before averaging starts, in [0, 1]. The authors start at 0.75.
         every: steps ≥ 1 between two weights that are averaged.
-
     """
 
     recordable = True

@@ -86,7 +86,7 @@ def _make_side(run: Run, kind: str, task: str, workspace: Workspace) -> Mapping[
     values = {name.removeprefix(inside): v for name, v in _compute(run, kind, task, whole, count).items()}
     trace = sum(float((v.diagonal() if kind == "gram" and v.dim() == 2 else v).sum()) for v in values.values())
     tensors = _fill_all_tensors(run, values) if kind == "fisher" else values
-    write_tensors(workspace.out / f"{kind}.safetensors", tensors)
+    write_tensors(workspace.out / f"{kind}.safetensors", tensors, sync=False)
     return {"samples": count, "trace": trace}
 
 

@@ -112,7 +112,7 @@ def _merge(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
         method = AdaMerging(weights=json.loads(learned.read_text()))
     notes: dict[str, dict[str, object]] = {}
     reset_peak_memory(run.device)
-    write_tensors(workspace.out / MODEL, merge_experts(run, method, notes=notes, stays=True))
+    write_tensors(workspace.out / MODEL, merge_experts(run, method, notes=notes, stays=True), sync=False)
     if method.by_task:
         _write_task_factors(run, method, workspace.out / TASK_FACTORS)
     (workspace.out / "notes.json").write_text(json.dumps(notes, indent=1))

@@ -132,6 +132,6 @@ def import_expert(
                 f"({join_names(lacking, 3)}): was it saved from another model?"
             )
         tensors = {name: aligned[name] for name in base}
-    write_tensors(out / "model.safetensors", tensors)
+    write_tensors(out / "model.safetensors", tensors, sync=False)
     (out / "curve.json").write_text(json.dumps([]))
     return {"source": source}

@@ -123,7 +123,7 @@ class Training:
         model = run.parametrization.make_trainable(run.backbone.make_model(), run.seed)
         model.load_state_dict(done.state)
         state = {n: t.to(dtypes[n]) for n, t in run.parametrization.fold(model).items()}
-        write_tensors(workspace.out / MODEL, state)
+        write_tensors(workspace.out / MODEL, state, sync=False)
         (workspace.out / CURVE).write_text(json.dumps(done.curve))
         info = {"val_accuracy": done.val_accuracy, "step": done.step, "accumulate": settings.accumulate}
         return info | cost.measured

@@ -30,6 +30,14 @@ def get_specs(tensors):
     return {name: TensorSpec(tuple(t.shape), t.dtype) for name, t in tensors.items()}
 
 
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_file_is_on_the_disk_when_it_has_its_name_unless_who_publishes_it_waits(sync, tmp_path, monkeypatch):
+    synced: list[object] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    write_tensors(tmp_path / "w.safetensors", {"w": torch.ones(2)}, **({} if sync else {"sync": False}))
+    assert len(synced) == sync
+
+
 @pytest.mark.parametrize("limit", [1, 200, 10**9])
 def test_any_order_and_any_size_of_files_give_the_tensors_back(limit: int, tmp_path) -> None:
     tensors = make_tensors()

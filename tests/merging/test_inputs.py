@@ -1,9 +1,11 @@
 """Each wrong input has one clear error that names it."""
 
 import weakref
+from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor
 
 import mergekit_lab
 from mergekit_lab import InputError, open_checkpoint
@@ -112,6 +114,41 @@ def test_a_curvature_that_outweighs_all_others_names_the_tensor() -> None:
 def test_settings_that_float32_does_not_hold_are_refused_before_any_work(make) -> None:
     with pytest.raises(InputError, match="finite in float32"):
         make()
+
+
+def derive(parent, hints, kw_only: bool = True, **space):
+    own = type("Own", (parent,), {"__annotations__": hints, **space})
+    return dataclass(frozen=True, kw_only=kw_only)(own)
+
+
+def set_nan(self: Method) -> None:
+    object.__setattr__(self, "coefficient", float("nan"))
+
+
+FIRST = derive(Method, {"density": float}, kw_only=False, density=0.5)
+
+
+@pytest.mark.parametrize(
+    ("own", "options", "match"),
+    [
+        (derive(TIES, {"file": "Absent | None"}, file=None), {"density": 5}, r"density is 5; .*\(0, 1\]"),
+        (derive(TIES, {"density": float}, density=0.5), {"density": 5}, r"density is 5; .*\(0, 1\]"),
+        (derive(TIES, {"preset": str}, preset="paper"), {"preset": "papr"}, "did you mean 'paper'"),
+        (derive(Method, {"n": float | Tensor}, n=0.5), {"n": float("nan")}, "n is nan; it must be finite"),
+        (derive(TSVM, {}, __post_init__=set_nan), {}, "coefficient is nan"),
+        (derive(SLERP, {}, weigh_experts=lambda self, experts: [1.0]), {}, "exactly two experts, not 3"),
+        (derive(DARE, {}, most=2), {}, "at most two experts, not 3"),
+        (DARE, {"inner": FIRST("x")}, "density is 'x'; it must be a number"),
+    ],
+)  # fmt: skip
+def test_a_class_of_ones_own_is_checked_however_its_settings_are_set(own, options, match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        own(**options).check(["a", "b", "c"])
+
+
+def test_a_class_of_ones_own_may_take_more_than_its_parent() -> None:
+    own = derive(TIES, {"density": float | None, "preset": str}, density=None)
+    own().check(["a", "b"])
 
 
 @pytest.mark.parametrize("prefix", ["module.", "model.", "_orig_mod."])

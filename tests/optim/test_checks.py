@@ -3,15 +3,26 @@
 from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim import ASAM, PGN, RWP, SAGM, SAM, SSAMD, SSAMF, SWA, WASAM, FriendlySAM, MergOPT
+from mergekit_lab.optim.ascent import AscentOptimizer
+from mergekit_lab.optim.averaging import Averaging
 from optim.problems import BASES, OPTIMIZERS, Net, Problem, assert_equal_bits
 
 SGD = BASES["sgd"]
+
+
+class Average(Averaging):
+    """One of a user's own."""
+
+    def __init__(self, named_parameters, base, **settings) -> None:
+        self.begin(**settings)
+        super().__init__(named_parameters, base)
 
 
 @pytest.mark.parametrize(
@@ -58,11 +69,23 @@ SGD = BASES["sgd"]
         (SWA, {"steps": 5, "start": 1.5}, r"start is 1\.5.*in "),
         (WASAM, {"steps": 5, "every": 0}, "every is 0.*1"),
         (WASAM, {"steps": 5, "rho": -1}, r"rho is -1; it must be"),
+        (Average, {"steps": 5, "start": 2.0, "every": 1}, r"start is 2\.0.*in "),
+        (AscentOptimizer, {"rho": 0.1, "ascent_fraction": 0}, r"ascent_fraction is 0.*\(0, 1\]"),
+        (AscentOptimizer, {"rho": 0.1, "sync_ascent": "no"}, "sync_ascent is 'no'.*true or false"),
+        (SAM, {"rho": numpy.float32(0.1)}, r"rho is .*a number that is at least 0"),
+        (MergOPT, {"max_experts": numpy.int64(3)}, "max_experts is .*a whole number that is at least 1"),
+        (MergOPT, {"scale": None}, "scale is None; known: .*a number.*fit"),
+        (MergOPT, {"seed": 2**63}, r"seed is 9.*a whole number, below 2\*\*63 in size"),
+        (SAM, {"ascent_fraction": None}, r"ascent_fraction is None; .*in \(0, 1\]"),
     ],
 )
 def test_a_hyper_parameter_out_of_range_is_named_with_its_range(make, options, message) -> None:
     with pytest.raises(InputError, match=message):
         make(Net().named_parameters(), base=SGD, **options)
+
+
+def test_the_least_whole_number_of_torch_is_a_seed() -> None:
+    assert MergOPT(Net().named_parameters(), base=SGD, seed=-(2**63)).seed == -(2**63)
 
 
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if "sam" in n or n in ("pgn", "sagm")])
