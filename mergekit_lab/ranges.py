@@ -74,14 +74,14 @@ def _read_rules(taker: Callable[..., Any]) -> Mapping[str, Sequence[tuple[_Rule,
     """What the types of a class and then its parents, or of a function's arguments, say of plain values; others
     are left out.
     """
-    found: dict[str, list[tuple[_Rule, ...]]] = {}
+    known: dict[str, list[tuple[_Rule, ...]]] = {}
     for owner in getattr(taker, "__mro__", (taker,)):
         for name, hint in _read_hints(owner):
             options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
             rules = tuple(map(_read_rule, options))
             if all(rule.kind in _KINDS for rule in rules):
-                found.setdefault(name, []).append(rules)
-    return found
+                known.setdefault(name, []).append(rules)
+    return known
 
 
 def _read_hints(owner: Any) -> Iterator[tuple[str, Any]]:

@@ -26,25 +26,25 @@ VERBS = set(
         apply are arrange as ascend ask assert assess assign assume attach attempt augment average balance begin
         break bring build bury call can cap capture cast catch center chain change chart check choose chooses
         chunk claim clean clear clip close collect combine commit compare compile complete compose compute
-        configure connect convert copy correlate count cover crop cut damage declare decode deduplicate delete
-        describe detach die differentiate digest discard dismiss display distinguish distort diverge divide do
-        doubt download draw drop elect embed empty encode end enumerate escape estimate eval evaluate evolve
-        exchange execute expand expect explain explore export extract factorize fail fetch fill filter find
-        finetune fingerprint finish fit fits fix flatten flip fold follow forget format freeze from gather
-        generate get give go group grow guard halve has hash have hold holds hook identify ignore import index
-        install instantiate interpolate interrupt is itemize join keep kill label launch lay learn leave lift
-        limit linearize link list listen load locate lock log look lose make map mark mask match matmul matters
-        may measure meet merge minimize mix move multiply must mutate name narrow need nest normalize note
-        number obtain open order orient orthogonalize outlive pack pad parse part pause perturb pick pin place
-        plan pool predict prefetch prepare print probe project prune publish push put quote raise rank read
-        reads recall receive reconcile record refill refine refuse register relay release remember remove rename
-        render renew repack replace replay report require reset resize resolve respell restore rewrite round run
-        sample save say scale score seal search seed select send separate serve set settle share shift shorten
-        show shrink silence simplify size slice solve sort sparsify spell split spread stack stands start stop
-        store stratify stream strengthen strip subtract suggest sum summarize survey swap sweep switch sync
-        tabulate take takes tell terminate time title to tokenize track train translate trim truncate try tune
-        unify unite unmark unpack untie unwrap update use uses validate vary verify view visit wait walk wants
-        warn warp watch weigh whiten widen with without work write yield
+        configure connect convert copy correct correlate count cover crop cut damage declare decode deduplicate
+        delete derive describe detach die differentiate digest discard dismiss display distinguish distort
+        diverge divide do doubt download draw drop elect embed empty encode end enumerate escape estimate eval
+        evaluate evolve exchange execute expand expect explain explore export extract factorize fail fetch fill
+        filter find finetune fingerprint finish fit fits fix flatten flip fold follow forget format freeze from
+        gather generate get give go group grow guard halve has hash have hold holds hook identify ignore import
+        index install instantiate interpolate interrupt is itemize join keep kill label launch lay learn leave
+        lift limit linearize link list listen load locate lock log look lose make map mark mask match matmul
+        matters may measure meet merge minimize mix move multiply must mutate name narrow need nest normalize
+        note number obtain open order orient orthogonalize outlive pack pad parse part pause perturb pick pin
+        place plan pool predict prefetch prepare print probe project prune publish push put quote raise rank
+        read reads recall receive reconcile record refill refine refuse register relay release remember remove
+        rename render renew repack replace replay report require reset resize resolve respell restore rewrite
+        round run sample save say scale score seal search seed select send separate serve set settle share shift
+        shorten show shrink silence simplify size slice solve sort sparsify spell split spread stack stands
+        start stop store stratify stream strengthen strip subtract suggest sum summarize survey swap sweep
+        switch sync tabulate take takes tell terminate time title to tokenize track train translate trim
+        truncate try tune unify unite unmark unpack untie unwrap update use uses validate vary verify view visit
+        wait walk wants warn warp watch weigh whiten widen with without work write yield
         """,
     )
 )

@@ -120,10 +120,10 @@ def mark_along(results: Results, world: str, axis: str, columns: Sequence[str]) 
         for cell, p in analyze_variance(results, group, column)[0].items()
         if cell[1] == axis and cell[3] != "adamw"
     }  # fmt: skip
-    return {name for name, p in adjust_holm(tested).items() if p < 0.05}
+    return {name for name, p in correct_holm(tested).items() if p < 0.05}
 
 
-def adjust_holm(values: dict[Any, float]) -> dict[Any, float]:
+def correct_holm(values: dict[Any, float]) -> dict[Any, float]:
     """p-values corrected for their number by Holm's method."""
     known = sorted((p, name) for name, p in values.items() if not math.isnan(p))
     corrected, highest = dict.fromkeys(values, math.nan), 0.0
@@ -150,9 +150,9 @@ def write_main_tables(results: Results, world: str) -> str:
     text += write_table(("arm", "seeds", *columns), rows) + "\n"
     compared = [arm for arm in arms if not arm.startswith("adamw")]
     gains = {(arm, c): results.list_gains(world, "main", "", arm, c) for arm in compared for c in columns}
-    paired = adjust_holm({name: run_t_test(values) for name, values in gains.items()})
+    paired = correct_holm({name: run_t_test(values) for name, values in gains.items()})
     blocks = {c: analyze_variance(results, [(world, "main", "", arm) for arm in arms], c) for c in columns}
-    pooled = adjust_holm({(arm, c): blocks[c][0].get((world, "main", "", arm), math.nan) for arm, c in gains})
+    pooled = correct_holm({(arm, c): blocks[c][0].get((world, "main", "", arm), math.nan) for arm, c in gains})
     starred = sum(p < 0.05 for p in pooled.values())
     last = 0.05 / (len(gains) - starred)
     limits = [f"{t.isf(last / 2, freedom) * error:.2f}" for _, error, freedom in blocks.values()]
@@ -317,9 +317,9 @@ def tabulate_predictions_along(results: Results) -> str:
         points = np.array([[find_point_along(results, setting, arm, name, column, own) for arm in RHOS]
                            for setting in settings])  # fmt: skip
         key = (f"AdamW's {name}" if own else name, column)
-        rank, chances[key] = permute_settings(points[..., 0], points[..., 1])
+        rank, chances[key] = correlate_settings(points[..., 0], points[..., 1])
         texts[key] = f"{rank:+.2f} ({chances[key]:.2g})"
-    stars = {key for key, p in adjust_holm(chances).items() if p < 0.05}
+    stars = {key for key, p in correct_holm(chances).items() if p < 0.05}
     rows = [
         [name, *(texts[name, c] + " \\*" * ((name, c) in stars) for c in columns)]
         for name in dict.fromkeys(name for name, _ in texts)
@@ -339,7 +339,7 @@ def find_point_along(
     return statistics.mean(v for v in known if v is not None), point[1]
 
 
-def permute_settings(x: Array, y: Array, draws: int = 20000) -> tuple[float, float]:
+def correlate_settings(x: Array, y: Array, draws: int = 20000) -> tuple[float, float]:
     """Spearman's ρ of `[settings, arms]`, and how often permuted settings have as large a one."""
     ranks = [zscore(rankdata(each)).reshape(each.shape) for each in (x, y)]
     order = np.random.default_rng(0).permuted(np.tile(np.arange(len(x)), (draws, 1)), axis=1)
@@ -402,7 +402,7 @@ def write_rho_table(results: Results) -> str:
     """Gains over ρ as a share of the base's norm, which is what two models have in common."""
     cells = [cell for cell in results.list_cells() if cell[3] in RHOS and cell[1] in ("main", "rho")]
     columns = ("experts", *ON_AXES)
-    stars = set().union(*(mark_along(results, world, "rho", columns) for world in results.worlds()))
+    stars = set().union(*(mark_along(results, world, "rho", columns) for world in results.list_worlds()))
     rows = []
     for world, axis, value, arm in cells:
         lines = [results[Key(world, axis, value, arm, s)] for s in results.list_seeds(world, axis, value, arm)]
@@ -492,7 +492,7 @@ def write_epimer_tables(results: Results) -> str:
     text = "## EpiMer\n\nEpiMer − TSV-M in points, tuned; one value a seed, p of a paired t-test.\n\n"
     leads = {k: e for k, line in results.items() if (e := measure_epimer_lead(line)) is not None}
     ahead = {k: e for k, e in leads.items() if k.world == "glyphs"}
-    others = [world for world in results.worlds() if world != "glyphs"]
+    others = [world for world in results.list_worlds() if world != "glyphs"]
     groups = {
         "adamw": [k for k in ahead if k.arm == "adamw"],
         **{f"core arms, {n} tasks": [k for k in ahead if k[1:3] == ("tasks", str(n))] for n in COUNTS},
@@ -517,12 +517,12 @@ def write_epimer_tables(results: Results) -> str:
     rows = []
     for label in labels:
         row = [label.removeprefix("epimer ")]
-        for world in results.worlds():
+        for world in results.list_worlds():
             lines = [results[k] for k in results if k[:4] == (world, "main", "", "adamw")]
             pairs = [(read_accuracy(line, label), read_accuracy(line, "epimer")) for line in lines]
             row.append(show_spread([a - b for a, b in pairs if a is not None and b is not None], "+.2f"))
         rows.append(row)
-    text += write_table(("setting", *results.worlds()), rows) + "\n"
+    text += write_table(("setting", *results.list_worlds()), rows) + "\n"
     text += (
         "Theorem 2: the bound on the mean rise of the experts' losses (nats), with Fishers as they are, and "
         "the rise that the theorem's merge has on the Fishers' samples.\n\n"
@@ -544,10 +544,10 @@ def report(results: Results) -> str:
     """All tables."""
     axes = [axis for axis in ALONG if any(key.axis == axis for key in results)]
     return "\n".join([
-        *(write_main_tables(results, world) for world in results.worlds()),
+        *(write_main_tables(results, world) for world in results.list_worlds()),
         *(write_axis_tables(results, axis) for axis in axes),
-        *(write_task_tables(results, world) for world in results.worlds()),
-        *(tabulate_predictions(results, world) for world in results.worlds()),
+        *(write_task_tables(results, world) for world in results.list_worlds()),
+        *(tabulate_predictions(results, world) for world in results.list_worlds()),
         tabulate_predictions_along(results),
         write_alignment_table(results),
         write_rho_table(results),
@@ -565,7 +565,7 @@ def main() -> None:
     options = parser.parse_args()
     everything = [line for path in options.results for line in read(path)]
     results = Results.from_lines(everything)
-    left_out = sum(key.world not in results.worlds() for key in results)
+    left_out = sum(key.world not in results.list_worlds() for key in results)
     print(f"{len(results)} lines; {left_out} are of worlds without AdamW, and left out.\n")
     for line in everything:
         if "error" in line and (key := Key(*(line[name] for name in Key._fields))) not in results:

@@ -114,7 +114,7 @@ def run_cell(cell: StudyCell, store: Path, more: Sequence[str] = (), small: bool
         clock.note_lap("measures")
     if cell.is_main and cell.arm == "adamw":
         line["mergers"] |= merge_variants(run, bench, cell.seed)
-        line["epimer"] = study_bound(run, cell.seed)
+        line["epimer"] = compare_bound(run, cell.seed)
         clock.note_lap("epimer")
     line["seconds"] = clock.laps
     line["machine"] = describe_machine()
@@ -231,12 +231,12 @@ class Bench:
         unit = merge_experts(run, method.with_coefficient(1.0) if has_one else method, tasks)
         weights = Weights(run.model, run.base_state, {"merged": unit})
 
-        def test(coefficient: float) -> dict[str, float]:
+        def score_test(coefficient: float) -> dict[str, float]:
             weights.move({"merged": coefficient})
             return self._score(tasks, "test")
 
         if not has_one:
-            return {"coefficient": None, "accuracy": test(1.0)}
+            return {"coefficient": None, "accuracy": score_test(1.0)}
 
         def score_at(coefficient: float) -> Callable[[str, float], float]:
             weights.move({"merged": coefficient})
@@ -247,11 +247,11 @@ class Bench:
         best = choose_best(curve)
         values: Values = {
             "coefficient": best.coefficient,
-            "accuracy": test(best.coefficient),
+            "accuracy": score_test(best.coefficient),
             "curve": [(c.coefficient, c.normalized) for c in curve if not c.pruned],
         }
         if label in AT_FIXED:
-            values["fixed"] = test(FIXED)
+            values["fixed"] = score_test(FIXED)
         return values
 
     def _score(self, tasks: Sequence[str] | Mapping[str, Any], part: Any) -> dict[str, float]:
@@ -272,7 +272,7 @@ def merge_variants(run: Run, bench: Bench, seed: int) -> Values:
     return merges
 
 
-def study_bound(run: Run, seed: int, samples: int = 256) -> Values:
+def compare_bound(run: Run, seed: int, samples: int = 256) -> Values:
     """The bound of EpiMer's Theorem 2, and what its merge costs the experts on the samples of the Fishers.
 
     The theorem's merge is the curvature-weighted mean of all projections at coefficient 1, with Fishers as they

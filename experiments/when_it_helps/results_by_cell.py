@@ -66,7 +66,7 @@ class Results(dict[Key, Line]):
         """Those that have a seed."""
         return list(dict.fromkeys(k[:4] for k in self))
 
-    def worlds(self) -> list[str]:
+    def list_worlds(self) -> list[str]:
         """Those in which AdamW was measured: without it there is no gain."""
         return list(dict.fromkeys(k.world for k in self if k[1:4] == ("main", "", "adamw")))
 
