@@ -61,7 +61,7 @@ def test_the_study_of_when_training_helps_says_what_its_results_say(monkeypatch)
     from analyze import Results, read, report
 
     lines = [line for path in sorted(folder.glob("results/*.jsonl")) for line in read(path)]
-    rows = report(Results.of(lines)).splitlines()
+    rows = report(Results.from_lines(lines)).splitlines()
     readme, tables = (
         [row for row in (folder / name).read_text().splitlines() if row.startswith("|") and "±" in row]
         for name in ("README.md", "results/tables.md")

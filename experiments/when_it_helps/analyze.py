@@ -371,9 +371,13 @@ def write_alignment_table(results: Results) -> str:
         for cell in known
     }
     for name, cells in groups.items():
-        ranks = [spearmanr([(own[c], known[c][m][1]) for c in cells]).statistic for m in columns]
+        own_ranks = [spearmanr([(own[c], known[c][m][1]) for c in cells]).statistic for m in columns]
         ranks.append(
-            [f"the same of SAM's or ASAM's own cosine, {name} {len(cells)}", "", *(f"{r:+.2f}" for r in ranks)]
+            [
+                f"the same of SAM's or ASAM's own cosine, {name} {len(cells)}",
+                "",
+                *(f"{r:+.2f}" for r in own_ranks),
+            ]
         )
     sets = {
         "before the rule": [

@@ -260,8 +260,9 @@ class _MemoryRelease(Callback):
             else:
                 optimizer.state.clear()
         if self._taken.state is not None and isinstance(trainer.strategy, SingleDeviceStrategy):
-            for name, parameter in pl_module.named_parameters():
-                parameter.data = self._taken.state[name]
+            parameters = dict(pl_module.named_parameters())
+            for name in parameters.keys() & self._taken.state.keys():  # a state dict may have its own names
+                parameters[name].data = self._taken.state[name]
 
 
 class Progress(RichProgressBar):

@@ -32,7 +32,7 @@ def test_the_composed_configuration_can_be_read(tmp_path) -> None:
         (["merger=teis"], ["there is no merger 'teis'; did you mean 'ties'?"]),
         (["training.step=20"], ["unknown key 'training.step'; did you mean 'steps'?"]),
         (["+training.lrr=1"], ["unknown key 'training.lrr'", "from the command line", "did you mean 'lr'"]),
-        (["merger=ties", "merger.density=2"], ["density is 2.0; it must be in (0, 1]"]),
+        (["merger=ties", "merger.density=2"], ["density is 2; it must be in (0, 1]"]),
         (["backbone.weights=nowhere.pt"], ["nowhere.pt"]),
     ],
 )

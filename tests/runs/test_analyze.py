@@ -166,7 +166,7 @@ def test_a_plane_that_was_cut_goes_on_where_it_was(trained, tmp_path, monkeypatc
 def test_a_barrier_is_named_once_its_merged_model_is(trained, tmp_path) -> None:
     overrides = [*TINY, f"store.root={tmp_path}", "analysis=barrier", "merger=task_arithmetic", "joint=false"]
     run = Run(compose_config(overrides)[0], tmp_path, {"optimizer": "adamw"})
-    node, merged = stage.declare_analysis(run), declare_merged(run, "task_arithmetic")
+    node, merged = stage.declare_analysis(run), declare_merged(run, *run.mergers)
     assert [need.kind for need in node.needs] == [*("experts" for _ in run.experts), "merged"]
     assert node.awaits == merged.awaits != ()
 
