@@ -10,127 +10,42 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from cells import (
     ALONG,
     ARMS,
-    AT_FIXED,
     CORE,
     COUNTS,
     EPIMERS,
-    FIXED,
     GROUPS,
-    HALF_STEPS,
-    MEASURED,
     MERGERS,
     ON_AXES,
     RHOS,
     SAMPLES,
     SEEDS,
 )
+from predicting import MEASURES, tabulate_predictions, tabulate_predictions_along, write_alignment_table
 from results_by_cell import (
-    Cells,
+    FIXED_COLUMNS,
     Key,
     Line,
     Results,
-    find_point,
     list_arms_along,
     list_values_along,
-    measure_alignment,
     read_accuracy,
     read_measure,
     show_value,
 )
-from scipy.stats import rankdata, spearmanr, t, ttest_1samp, zscore
+from scipy.stats import t
+from significance import analyze_variance, correct_holm, mark_along, run_t_test
 from study import read
+from writing import show_spread, write_table
 
-FIXED_COLUMNS = tuple(f"{name} at {FIXED:g}" for name in AT_FIXED)
 TUNED_COLUMNS = ("experts", *MERGERS)
-MEASURES = ("norm", "length", "cosine", "eigenvalue", "trace", "ctl", "xi 0.4", "xi 1")
-"""What may predict a gain; all but the cosine as the logarithm of the ratio to AdamW's. The length is that
-of the average's step."""
-
-
-Array = npt.NDArray[np.float64]
-
-WHERE_MEASURED = ("pretraining", *MEASURED["axes"])
-"""Axes along which the sign changes, and experts were measured."""
-
-
-def show_spread(values: Sequence[float], form: str = ".1f") -> str:
-    """Mean ± standard deviation."""
-    if not values:
-        return "–"
-    text = f"{statistics.mean(values):{form}}"
-    return text + (f" ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else "")
-
-
-def write_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-def run_t_test(gains: Sequence[float]) -> float:
-    """p of a paired t-test; not a number for fewer than three pairs, or where they do not vary."""
-    if len(gains) < 3 or len(set(gains)) < 2:
-        return math.nan
-    return float(ttest_1samp(gains, 0.0).pvalue)
-
-
-def analyze_variance(
-    results: Results, cells: Sequence[Cells], column: str
-) -> tuple[dict[Cells, float], float, int]:
-    """p of each cell of all seeds against its AdamW's by a two-way analysis of variance: seeds are blocks.
-
-    With it the standard error of a difference of two, and its degrees of freedom. All cells together say how
-    much one varies, on the premise that they vary alike: many more degrees of freedom than the two of a paired
-    t-test.
-    """
-    seeds = sorted(set.intersection(*(set(results.list_seeds(*cell)) for cell in cells)))
-    if len(seeds) < 2:
-        return {}, math.nan, 1
-    known = {cell: [read_accuracy(results[Key(*cell, s)], column) for s in seeds] for cell in cells}
-    table = np.array(list(known.values()), dtype=float)
-    rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
-    freedom = (len(cells) - 1) * (len(seeds) - 1)
-    error = math.sqrt(2 * (rest**2).sum() / freedom / len(seeds))
-    chances = {}
-    for cell, own in zip(known, table, strict=True):
-        reference = results.find_reference(Key(*cell, seeds[0]))[:4]
-        chances[cell] = float(2 * t.sf(abs(own.mean() - np.mean(known[reference])) / error, freedom))
-    return chances, error, freedom
-
-
-def mark_along(results: Results, world: str, axis: str, columns: Sequence[str]) -> set[tuple[Cells, str]]:
-    """The gains along an axis with p < .05: `block_tests` at each value, corrected for the number of all."""
-    whole = [c for c in results.list_cells() if c[0] == world and len(results.list_seeds(*c)) == len(SEEDS)]
-    values = dict.fromkeys(c[2] for c in whole if c[1] == axis)
-    groups = [[c for c in whole if c[1:3] == (axis, value)] for value in values]
-    if axis == "rho":
-        groups = [[c for c in whole if c[1] == axis or (c[1] == "main" and c[3] in ("adamw", *RHOS))]]
-    tested = {
-        (cell, column): p
-        for group, column in product(groups, columns) if len(group) > 1 and any(c[3] == "adamw" for c in group)
-        for cell, p in analyze_variance(results, group, column)[0].items()
-        if cell[1] == axis and cell[3] != "adamw"
-    }  # fmt: skip
-    return {name for name, p in correct_holm(tested).items() if p < 0.05}
-
-
-def correct_holm(values: dict[Any, float]) -> dict[Any, float]:
-    """p-values corrected for their number by Holm's method."""
-    known = sorted((p, name) for name, p in values.items() if not math.isnan(p))
-    corrected, highest = dict.fromkeys(values, math.nan), 0.0
-    for index, (p, name) in enumerate(known):
-        highest = max(highest, min(1.0, p * (len(known) - index)))
-        corrected[name] = highest
-    return corrected
 
 
 def write_main_tables(results: Results, world: str) -> str:
@@ -268,140 +183,6 @@ def write_task_tables(results: Results, world: str) -> str:
     return f"## {world}: gains by task\n\n" + write_table(head, rows) + "\n"
 
 
-def tabulate_predictions(results: Results, world: str) -> str:
-    """Rank correlations of what was measured with the gain, over arms that are not AdamW's."""
-    columns = (*ON_AXES, *FIXED_COLUMNS)
-    arms = list(dict.fromkeys(k[:4] for k in results if k.world == world and k.axis in ("main", "rho")))
-    groups = [arms, [arm for arm in arms if arm[1] == "main"]]
-    points = {(n, c): [[p for arm in group if (p := find_point(results, arm, n, c))] for group in groups]
-              for n, c in product(MEASURES, columns)}  # fmt: skip
-    counts = list(map(len, points["norm", "average"]))
-    if counts[1] < 5:
-        return ""
-    rows = [
-        [n, *(" / ".join(f"{spearmanr(side).statistic:+.2f}" for side in points[n, c]) for c in columns)]
-        for n in MEASURES
-    ]
-    return (
-        f"## {world}: what predicts a gain?\n\nSpearman's ρ between a measure, as it differs from AdamW's, and "
-        f"the gain: over {counts[0]} points (an arm, or a value of ρ, in the mean of its seeds) / over the "
-        f"{counts[1]} main arms alone. No p: points share AdamW's chance, and those along ρ are "
-        "doses of one thing.\n\n"
-        + write_table(("measure", *columns), rows)
-        + "\n"
-        + write_longer_steps(results, world)
-    )
-
-
-def tabulate_predictions_along(results: Results) -> str:
-    """Rank correlations of what was measured with SAM's and ASAM's gains where their sign changes."""
-    measured = [k[:4] for k, line in results.items() if "measures" in line]
-    settings = [
-        setting for setting in dict.fromkeys(k[1:3] for k in results)
-        if setting[0] in ("main", *WHERE_MEASURED)
-        and all(measured.count(("glyphs", *setting, arm)) > 1 for arm in ("adamw", *RHOS))
-    ]  # fmt: skip
-    if len(settings) < 5:
-        return ""
-    columns = (*ON_AXES, "experts")
-    text = (
-        "## glyphs: what predicts the sign?\n\nSpearman's ρ with the gains of SAM and ASAM at AdamW's steps, "
-        f"over {len(settings)} settings, of two seeds or three: the main one, and along "
-        f"{', '.join(dict.fromkeys(s[0] for s in settings if s[0] != 'main'))}. First of a measure as it "
-        "differs from AdamW's, then of AdamW's own. In brackets p, from permuted settings, SAM's and ASAM's "
-        "together; a star: p < .05 by Holm's correction for all of these.\n\n"
-    )
-    texts: dict[tuple[str, str], str] = {}
-    chances: dict[tuple[str, str], float] = {}
-    for own, name, column in product((False, True), MEASURES, columns):
-        points = np.array([[find_point_along(results, setting, arm, name, column, own) for arm in RHOS]
-                           for setting in settings])  # fmt: skip
-        key = (f"AdamW's {name}" if own else name, column)
-        rank, chances[key] = correlate_settings(points[..., 0], points[..., 1])
-        texts[key] = f"{rank:+.2f} ({chances[key]:.2g})"
-    stars = {key for key, p in correct_holm(chances).items() if p < 0.05}
-    rows = [
-        [name, *(texts[name, c] + " \\*" * ((name, c) in stars) for c in columns)]
-        for name in dict.fromkeys(name for name, _ in texts)
-    ]
-    return text + write_table(("measure", *columns), rows) + "\n"
-
-
-def find_point_along(
-    results: Results, setting: tuple[str, str], arm: str, name: str, column: str, own: bool
-) -> tuple[float, float]:
-    """A measure, AdamW's own or how it differs from it, and the gain; not numbers where they are not there."""
-    point = find_point(results, ("glyphs", *setting, arm), name, column)
-    if point is None or not own:
-        return point or (math.nan, math.nan)
-    seeds = results.list_seeds("glyphs", *setting, "adamw")
-    known = [read_measure(results[Key("glyphs", *setting, "adamw", seed)], name) for seed in seeds]
-    return statistics.mean(v for v in known if v is not None), point[1]
-
-
-def correlate_settings(x: Array, y: Array, draws: int = 20000) -> tuple[float, float]:
-    """Spearman's ρ of `[settings, arms]`, and how often permuted settings have as large a one."""
-    ranks = [zscore(rankdata(each)).reshape(each.shape) for each in (x, y)]
-    order = np.random.default_rng(0).permuted(np.tile(np.arange(len(x)), (draws, 1)), axis=1)
-    cross = ranks[0] @ ranks[1].T / x.size
-    rank = float(cross.trace())
-    permuted = cross[np.arange(len(x)), order].sum(1)
-    return rank, float((1 + (abs(permuted) >= abs(rank) - 1e-9).sum()) / (1 + draws))
-
-
-def write_alignment_table(results: Results) -> str:
-    """The same as a table, with rank correlations."""
-    known = measure_alignment(results)
-    columns = ("task_arithmetic", "ties", "tsvm", "epimer")
-    rows = [
-        [
-            "/".join(map(show_value, filter(None, cell))),
-            f"{points['ties'][0]:+.4f}",
-            *(f"{points[c][1]:+.1f}" for c in columns),
-        ]
-        for cell, points in known.items()
-    ]
-    groups = {"all": list(known), "but for ρ": [cell for cell in known if cell[1] != "rho"]}
-    ranks = [
-        [f"Spearman, {name} {len(cells)}", "", *(f"{spearmanr([known[c][m] for c in cells]).statistic:+.2f}"
-         for m in columns)] for name, cells in groups.items()
-    ]  # fmt: skip
-    own = {
-        cell: statistics.mean(results[Key(*cell, seed)]["cosine"] for seed in results.list_seeds(*cell))
-        for cell in known
-    }
-    for name, cells in groups.items():
-        own_ranks = [spearmanr([(own[c], known[c][m][1]) for c in cells]).statistic for m in columns]
-        ranks.append(
-            [
-                f"the same of SAM's or ASAM's own cosine, {name} {len(cells)}",
-                "",
-                *(f"{r:+.2f}" for r in own_ranks),
-            ]
-        )
-    sets = {
-        "before the rule": [
-            c
-            for c in groups["but for ρ"]
-            if c[1] != "pretraining" and "1200" not in c[2] and c[2] != HALF_STEPS
-        ],
-        "after it, batch 256 × 150": [c for c in known if c[2] == HALF_STEPS],
-        "after it, 1,200 steps": [c for c in known if "1200" in c[2]],
-        "after it, second pretraining": [c for c in known if c[1] == "pretraining"],
-        "after it, minilm's ρ": [c for c in known if c[:2] == ("minilm", "rho")],
-    }
-    for name, cells in sets.items():
-        gains = {m: [known[c][m] for c in cells] for m in columns}
-        obey = [sum((gain > 0) == (rise < 0.012) for rise, gain in g) for g in gains.values()]
-        common = [max(n := sum(gain > 0 for _, gain in g), len(g) - n) for g in gains.values()]
-        ranks.append([f"gain below a rise of .012, loss above, {name} {len(cells)}", "", *map(str, obey)])
-        ranks.append([f"the commoner sign, {name} {len(cells)}", "", *map(str, common)])
-    return (
-        "## SAM and ASAM: the cosine between task vectors\n\nHow much larger its mean is than with AdamW, and "
-        "gains in points.\n\n" + write_table(("cell", "cosine", *columns), [*rows, *ranks]) + "\n"
-    )
-
-
 def write_rho_table(results: Results) -> str:
     """Gains over ρ as a share of the base's norm, which is what two models have in common."""
     cells = [cell for cell in results.list_cells() if cell[3] in RHOS and cell[1] in ("main", "rho")]
@@ -462,33 +243,6 @@ def write_seconds_table(results: Results) -> str:
         for phase, s in kinds.items()
     ]
     return "## Seconds of a cell\n\n" + write_table(("cells", "number", "least", "median", "most"), rows) + "\n"
-
-
-def write_longer_steps(results: Results, world: str) -> str:
-    """What the average would gain if AdamW's own step were as long as the arm's."""
-    rows = []
-    for arm in ARMS:
-        ratios, expected, gains = [], [], []
-        for key in (Key(world, "main", "", arm, seed) for seed in results.list_seeds(world, "main", "", arm)):
-            if (reference := results.find_reference(key)) == key or reference not in results:
-                continue
-            own, other = results[key], results[reference]
-            ratios.append((read_measure(own, "length") or 0.0) / (read_measure(other, "length") or math.nan))
-            count = len(other["tasks"])
-            curve = np.array(other["mergers"]["task_arithmetic"]["curve"])
-            low, high = np.interp([1 / count, ratios[-1] / count], *curve.T)
-            expected.append((high - low) * (read_accuracy(other, "experts") or math.nan))
-            gains.append(results.measure_gain(key, "average") or 0.0)
-        if gains:
-            rows.append(
-                [arm, show_spread(ratios, ".2f"), show_spread(expected, "+.1f"), show_spread(gains, "+.1f")]
-            )
-    return (
-        "The average's step beside AdamW's; what a step of that length along AdamW's own average would gain, "
-        "read off the validation curve of AdamW's task arithmetic; and what the average gained on test.\n\n"
-        + write_table(("arm", "length / AdamW's", "from length alone", "average's gain"), rows)
-        + "\n"
-    )
 
 
 def write_epimer_tables(results: Results) -> str:

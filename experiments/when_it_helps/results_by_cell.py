@@ -5,11 +5,13 @@ import statistics
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from cells import ALONG, ARMS, CORE, HALF_STEPS, RHOS, SAME_COST, SAME_COST_AT, SEEDS
+from cells import ALONG, ARMS, AT_FIXED, CORE, FIXED, HALF_STEPS, RHOS, SAME_COST, SAME_COST_AT, SEEDS
 
 Line = dict[str, Any]
 Cells = tuple[str, str, str, str]
 """World, axis, value and arm: those of all seeds."""
+FIXED_COLUMNS = tuple(f"{name} at {FIXED:g}" for name in AT_FIXED)
+"""Merges with a coefficient that was not chosen."""
 
 
 class Key(NamedTuple):
