@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -202,5 +201,5 @@ def _fold(label: str, tensors: Checkpoint, base: Checkpoint, config: Mapping[str
     if placed.back is None:
         return folded
     stored = placed.back(folded)
-    others = {name: spec for name, spec in base.specs.items() if name not in stored}
-    return View(stored, {**stored.specs, **others}, {name: partial(base.__getitem__, name) for name in others})
+    others = base.list_entries({name: name for name in base if name not in stored})
+    return View(stored, {**stored.list_entries(), **others})

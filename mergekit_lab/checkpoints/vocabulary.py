@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
+from mergekit_lab.checkpoints.checkpoint import Checkpoint, Entry, TensorSpec, View
 from mergekit_lab.checkpoints.tied_weights import can_be_vocabulary, is_vocabulary_name
 from mergekit_lab.checkpoints.tokens import add_tokens, digest_other_tokenizer, read_tokens
 from mergekit_lab.checkpoints.vocabulary_rows import Reconciled, TokenPlan, _RowMap
@@ -129,10 +129,8 @@ def _choose_vocabulary(
     if choice is None:
         raise InputError(_say_choices(base, experts, names, tokens))
     if choice == "base":
-        same = {name: partial(base.__getitem__, name) for name in names}
-        views = tuple(
-            View(e, {n: base.specs[n] if n in same else s for n, s in e.specs.items()}, same) for e in experts
-        )
+        same = base.list_entries({name: name for name in names})
+        views = tuple(View(expert, {**expert.list_entries(), **same}) for expert in experts)
         note = f"{join_names(names)}: left out of the merge, the base's own"
         return Reconciled(base, views, tuple(names), notes=(note,), side=_make_side_blanking(base, names))
     known = [own for own in tokens if own is not None]
@@ -175,11 +173,9 @@ def _check_one_size(names: Sequence[str], checkpoints: Iterable[Checkpoint]) -> 
 
 def _make_side_blanking(base: Checkpoint, names: Sequence[str]) -> Callable[[int, Checkpoint], Checkpoint]:
     def fit(position: int, side: Checkpoint) -> Checkpoint:
-        specs = {
-            n: TensorSpec(base.specs[n].shape, s.dtype) if n in names else s for n, s in side.specs.items()
-        }
-        blank = {n: partial(torch.zeros, specs[n].shape, dtype=specs[n].dtype) for n in names if n in side}
-        return View(side, specs, blank)
+        specs = {n: TensorSpec(base.specs[n].shape, side.specs[n].dtype) for n in names if n in side}
+        blank = {n: Entry(s, partial(torch.zeros, s.shape, dtype=s.dtype)) for n, s in specs.items()}
+        return View(side, {**side.list_entries(), **blank})
 
     return fit
 
