@@ -185,7 +185,7 @@ def open_adapter(folder: Path, base: Checkpoint | None, label: str) -> Checkpoin
     file, pickled = (folder / name for name in ADAPTER_FILES)
     if not file.is_file() and not pickled.is_file():
         raise InputError(f"{label}: the adapter folder {folder} lacks adapter_model.safetensors")
-    tensors = Safetensors(label, file, folder) if file.is_file() else Pickled(label, pickled, folder)
+    tensors = Safetensors(label, [file], folder) if file.is_file() else Pickled(label, [pickled], folder)
     with name_in_errors(label):
         return _fold(label, tensors, base, config)
 

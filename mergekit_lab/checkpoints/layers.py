@@ -23,7 +23,7 @@ _BY_LAYER = ("layer_types", "layers_block_type", "no_rope_layers", "mlp_layer_ty
 class LayerRange(NamedTuple):
     """Layers of a model from `first` to before `stop`."""
 
-    model: Checkpoint
+    model: Any
     first: int
     stop: int
 

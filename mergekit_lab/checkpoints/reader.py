@@ -18,7 +18,7 @@ from mergekit_lab.checkpoints.hub import RemoteHeaders, find_cached_snapshot, ge
 from mergekit_lab.checkpoints.libraries import LIBRARIES, TRANSFORMERS, find_other_weights, find_weights
 from mergekit_lab.checkpoints.low_rank import RECORD_FILE, LowRank
 from mergekit_lab.checkpoints.plain_files import check_file
-from mergekit_lab.errors import InputError
+from mergekit_lab.errors import InputError, name_in_errors
 
 _NO_MODEL = {"training_args.bin", "optimizer.bin", "scheduler.bin"}
 
@@ -131,7 +131,8 @@ def _open_lone_file(label: str, path: Path) -> Checkpoint:
     pickled = [file for file in visible if file.suffix == ".bin" and file.name not in _NO_MODEL]
     kind, files = (".safetensors", safe) if safe or not pickled else (".bin", pickled)
     indexes = [file for file in visible if is_index(file) and f"{kind}.index" in file.name]
-    shards = {file for index in indexes for file in read_index(label, index).values()}
+    with name_in_errors(label):
+        shards = {file for index in indexes for file in read_index(index).values()}
     lone = [*indexes, *(file for file in files if file not in shards)]
     if len(lone) != 1:
         raise InputError(
@@ -148,10 +149,11 @@ def _open_file(label: str, path: Path, folder: Path | None = None) -> Checkpoint
     if is_index(path):
         return open_index(label, path)
     if path.suffix == ".safetensors":
-        return Safetensors(label, path, folder)
+        return Safetensors(label, [path], folder)
     if path.suffix in PICKLED:
-        return Pickled(label, path, folder)
-    check_file(path, label)
+        return Pickled(label, [path], folder)
+    with name_in_errors(label):
+        check_file(path)
     if path.suffix == ".gguf":
         raise InputError(
             f"{label}: {path} is a GGUF file: `python -m mergekit_lab.backbones.folder {path} OUT` makes a "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -178,13 +179,14 @@ class MergeCheckpoints:
         prepared = replace(prepared, notes=[*notes, *prepared.notes])
         check_format(prepared, self.format, self.rank, self.energy)
         if self.dry_run or out is None:
-            _print_report(prepared, out, self.overwrite, self.format)
+            from mergekit_lab.commands.dry_run import report
+
+            result = report(prepared, out, self.overwrite, self.format)
+            print(result.format_text())
+            if not result.works:
+                raise InputError("the merge would not work: see the problems above")
             return
-        write(
-            prepared, out, overwrite=self.overwrite, format=self.format, rank=self.rank, energy=self.energy,
-            metrics=self.metrics or {},
-            progress=self.progress, recipe=recipe, push_to=self.push_to, push_private=self.push_private,
-        )  # fmt: skip
+        write(prepared, **{**self._select_for(write), "out": out, "recipe": recipe})
         for note in prepared.notes:
             log.info("%s", note)
         total = sum(path.stat().st_size for path in out.expanduser().iterdir())
@@ -197,14 +199,13 @@ class MergeCheckpoints:
         Args:
             folder: for the models that a recipe's other documents make. None: they are not made.
         """
-        settings = {
-            "dtype": self.dtype,
-            "embeddings": self.embeddings,
-            "tokenizer_from": self.tokenizer_from,
-        }
         if self.recipe is None:
+            from mergekit_lab.schema.check import build
+
+            assert self.merger is not None
+            method = build(without_null_coefficient(self.merger)[0], Method)
             experts = read_sources(self.experts, "experts")
-            return {"base": self.base, "experts": experts, "method": self._make_method(), **settings}, (), None
+            return {"base": self.base, "experts": experts, "method": method}, (), None
         from mergekit_lab.commands.recipes import read_recipe
 
         clashing = [name for name in ("base", "experts", "merger") if getattr(self, name)]
@@ -214,44 +215,23 @@ class MergeCheckpoints:
         if folder is not None:
             for name, document in recipe.documents.items():
                 log.info("merging %s, which the recipe needs", name)
-                arguments = _make_arguments(document, settings)
-                write(self._prepare(arguments), folder / name, progress=self.progress)
-        return _make_arguments(recipe, settings), recipe.notes, recipe.text
+                write(self._prepare(self._read_recipe(document)), folder / name, progress=self.progress)
+        return self._read_recipe(recipe), recipe.notes, recipe.text
+
+    def _read_recipe(self, recipe: Recipe) -> dict[str, Any]:
+        """A recipe as arguments of `prepare`. A setting of the command line counts before the recipe's."""
+        names = ("dtype", "embeddings", "tokenizer_from")
+        own = {name: getattr(self, name) or getattr(recipe, name) for name in names}
+        own |= {name: getattr(recipe, name) for name in ("base", "experts", "chat_template", "tokens")}
+        return own | {"method": recipe.make_method}
 
     def _prepare(self, inputs: Mapping[str, Any]) -> Prepared:
         sides = {"fisher": self.fishers, "gram": self.grams}
-        return prepare(
-            **inputs,
-            statistics={
-                kind: read_sources(value, f"{kind}s") for kind, value in sides.items() if value is not None
-            },
-            include=self.include,
-            exclude=self.exclude,
-            device=self.device,
-            max_shard_bytes=self.max_shard_bytes,
-            allow_config_mismatch=self.allow_config_mismatch,
-            buffers=self.buffers,
-            read=not self.dry_run,
-        )
+        statistics = {kind: read_sources(v, f"{kind}s") for kind, v in sides.items() if v is not None}
+        own = {"statistics": statistics, "read": not self.dry_run}
+        return prepare(**{**self._select_for(prepare), **inputs, **own})
 
-    def _make_method(self) -> Method:
-        from mergekit_lab.schema.check import build
-
-        assert self.merger is not None
-        return build(without_null_coefficient(self.merger)[0], Method)
-
-
-def _make_arguments(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe as arguments of `prepare`. A setting of the command line counts before the recipe's."""
-    own = {name: value or getattr(recipe, name) for name, value in settings.items()}
-    own |= {"chat_template": recipe.chat_template, "tokens": recipe.tokens}
-    return {"base": recipe.base, "experts": recipe.experts, "method": recipe.make_method, **own}
-
-
-def _print_report(prepared: Prepared, out: Path | None, overwrite: bool, format: str) -> None:
-    from mergekit_lab.commands.dry_run import report
-
-    result = report(prepared, out, overwrite, format)
-    print(result.format_text())
-    if not result.works:
-        raise InputError("the merge would not work: see the problems above")
+    def _select_for(self, function: Callable[..., Any]) -> dict[str, Any]:
+        """The settings that a function takes under the same names."""
+        taken = inspect.signature(function).parameters
+        return {name: value for name, value in vars(self).items() if name in taken}

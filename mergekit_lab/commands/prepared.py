@@ -12,6 +12,7 @@ import torch
 
 from mergekit_lab.checkpoints import TRANSFORMERS, Checkpoint, TensorSpec
 from mergekit_lab.checkpoints.inspection import plan_specs
+from mergekit_lab.checkpoints.layers import LayerRange
 from mergekit_lab.checkpoints.libraries import Library, find_library
 from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.merging import Method
@@ -26,23 +27,15 @@ class Adapter:
     adapter: str | Path
 
 
-class Piece(NamedTuple):
-    """Layers of a model from `first` to before `stop`."""
-
-    model: Source | Adapter | Arranged
-    first: int
-    stop: int
-
-
 @dataclass(frozen=True)
 class Arranged:
     """A model put together of layers of others; the first has the configuration and the tokenizer.
 
     Attributes:
-        pieces: in the order of the result's layers.
+        pieces: in the order of the result's layers, of models that are not open.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LayerRange, ...]
 
 
 @dataclass(frozen=True)
