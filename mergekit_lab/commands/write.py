@@ -119,7 +119,10 @@ def _write_model(
                 for name in written:
                     bar.advance(task, work[name])
         if format != "dense":
-            beside |= _make_low_rank_record(prepared).make_files()
+            ties, base = prepared.base.find_ties(), fingerprint(prepared.origin, prepared.base_source)
+            scale = prepared.method.scale
+            record = LowRankRecord(list(prepared.experts), scale, prepared.dtype_name, ties, base)
+            beside |= record.make_files()
         beside |= make_card(_summarize_notes(notes)).make_files()
         planned |= write_files(beside, folder)
 
@@ -152,7 +155,7 @@ def _write_adapter(
 
 def _name_base(prepared: Prepared) -> str:
     """What an adapter calls its base: the hub id of all experts' adapters, or the base's; no local path."""
-    names = {folded.info.base_name for e in prepared.experts.values() if (folded := find_adapter(e))}
+    names = {folded.base_name for e in prepared.experts.values() if (folded := find_adapter(e))}
     name = names.pop() if len(names) == 1 else prepared.base_source
     return name.split("@")[0] if parse_hub_id(name) else ""
 
@@ -184,16 +187,6 @@ def check_format(prepared: Prepared, format: str, rank: int | None = None, energ
         if prepared.base.untied:
             untied = join_names(prepared.base.untied)
             raise InputError(f"format={format} stores only changes to the base, but an expert unties {untied}")
-
-
-def _make_low_rank_record(prepared: Prepared) -> LowRankRecord:
-    return LowRankRecord(
-        experts=list(prepared.experts),
-        coefficient=prepared.method.scale,
-        dtype=prepared.dtype_name,
-        tied=prepared.base.find_ties(),
-        base=fingerprint(prepared.origin, prepared.base_source),
-    )
 
 
 def _write_tensor(writer: ShardedWriter, name: str, tensor: Tensor) -> str:

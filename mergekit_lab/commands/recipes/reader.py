@@ -90,10 +90,6 @@ class _Slice(NamedTuple):
     sources: list[_Source]
     parameters: Mapping[str, Any]
 
-    @property
-    def named_base(self) -> list[_Source]:
-        return [_Source(*self.base, 0, -1, {})] if self.base else []
-
 
 class RecipeReader:
     """One document of a recipe; `made` are the results of others, by name."""
@@ -225,7 +221,7 @@ class RecipeReader:
             raise InputError("no models")
         rows = [self.split_roles(part) for part in self.slices]
         columns = self.align_columns([experts for _, experts in rows])
-        names = [source.name for part in self.slices for source in (*part.sources, *part.named_base)]
+        names = [n for part in self.slices for n, *_ in (*part.sources, *([part.base] if part.base else ()))]
         short = _shorten(dict.fromkeys(names))
         experts = _shorten([", ".join(dict.fromkeys(short[s.name] for s in column if s)) for column in columns])
         labels = list(experts.values())
