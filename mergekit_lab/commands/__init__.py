@@ -7,7 +7,7 @@ A command is a frozen dataclass, or a function. Its fields, or arguments, are it
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import make_dataclass
 from importlib import import_module
 from pathlib import Path
@@ -80,15 +80,31 @@ def find_command_class(name: str) -> Any:
     command = getattr(import_module(f"mergekit_lab.commands.{name}"), COMMANDS[name])
     if isinstance(command, type):
         return command
-    from mergekit_lab.merging.devices import Devices
-    from mergekit_lab.merging.inputs import Source
-
-    plain = {Source: str, str | Path: str, Devices: str | int | list[str | int]}
-    hints = {key: plain.get(hint, hint) for key, hint in get_type_hints(command, include_extras=True).items()}
-    del hints["return"]
+    settings = derive_settings(name, command)
 
     def run(self: Any, folder: Path) -> None:
-        log.info("%s made %s", name, command(**{key: getattr(self, key) for key in hints}))
+        arguments = {key: value for key, value in vars(self).items() if key not in ("command", "run_dir")}
+        log.info("%s made %s", name, command(**arguments))
 
-    keys = [(key, hint | None if key in _NEEDED[name] else hint) for key, hint in hints.items()]
-    return make_dataclass(name, [("command", Literal[name]), *keys, ("run_dir", str)], namespace={"run": run})
+    settings.run = run
+    return settings
+
+
+def derive_settings(name: str, function: Callable[..., Any], left_out: Sequence[str] = ()) -> Any:
+    """A dataclass of a command's keys: the arguments of the function that does the same from Python.
+
+    Args:
+        left_out: arguments that are no keys.
+    """
+    import torch
+
+    from mergekit_lab.merging.devices import Devices
+    from mergekit_lab.merging.inputs import Source, Sources
+
+    plain: dict[Any, Any] = {Source: str, str | Path: str, Devices: str | int | list[str | int]}
+    plain |= {Sources: Any, Sources | None: Any, str | Path | None: str | None}
+    plain[str | torch.dtype | None] = str | None
+    hints = get_type_hints(function, include_extras=True)
+    keys = [(key, plain.get(hint, hint)) for key, hint in hints.items() if key not in {*left_out, "return"}]
+    keys = [(key, hint | None if key in _NEEDED[name] else hint) for key, hint in keys]
+    return make_dataclass(name, [("command", Literal[name]), *keys, ("run_dir", str)], frozen=True)

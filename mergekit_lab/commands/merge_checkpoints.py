@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from annotated_types import Ge, Gt, Le
 
 from mergekit_lab.checkpoints import check_push
 from mergekit_lab.checkpoints.publish import check_out
 from mergekit_lab.checkpoints.shards import MAX_SHARD_BYTES
+from mergekit_lab.commands import derive_settings
 from mergekit_lab.commands.prepare import prepare
 from mergekit_lab.commands.prepared import Prepared
 from mergekit_lab.commands.sources import list_local_paths, read_sources
@@ -25,7 +25,7 @@ from mergekit_lab.errors import InputError, say_bytes
 from mergekit_lab.merging import Method
 from mergekit_lab.merging.devices import Devices
 from mergekit_lab.merging.inputs import Source, Sources, list_patterns
-from mergekit_lab.ranges import require
+from mergekit_lab.ranges import Count, Share, require
 from mergekit_lab.schema.target import Target, without_null_coefficient
 
 if TYPE_CHECKING:
@@ -52,10 +52,10 @@ def merge(
     allow_config_mismatch: Sequence[str] = (),
     buffers: Literal["merge", "base"] = "merge",
     overwrite: bool = False,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: Count = MAX_SHARD_BYTES,
     format: Literal["dense", "low_rank", "per_task", "adapter"] = "dense",
-    rank: int | None = None,
-    energy: float | None = None,
+    rank: Count | None = None,
+    energy: Share | None = None,
     metrics: Mapping[str, float] | None = None,
     push_to: str | None = None,
     push_private: bool = True,
@@ -119,9 +119,12 @@ def merge(
     )  # fmt: skip
 
 
+_Settings = derive_settings("merge_checkpoints", merge, left_out=("method", "statistics"))
+
+
 @dataclass(frozen=True)
-class MergeCheckpoints:
-    """The configuration of the command; `merge` says what its keys are.
+class MergeCheckpoints(_Settings):
+    """The configuration of the command: the arguments of `merge`, and these.
 
     Args:
         recipe: a mergekit YAML in place of `base`, `experts` and `merger`.
@@ -131,34 +134,10 @@ class MergeCheckpoints:
         seed: of a recipe's methods that draw random numbers.
     """
 
-    command: Literal["merge_checkpoints"]
-    base: str | None
-    experts: Any
-    out: str | None
     recipe: str | None
     merger: Target[Method] | None
-    fishers: Any
-    grams: Any
-    include: list[str] | None
-    exclude: list[str]
-    embeddings: Literal["intersect", "pad", "base"] | None
-    tokenizer_from: str | None
-    allow_config_mismatch: list[str]
-    buffers: Literal["merge", "base"]
-    dtype: str | None
-    format: Literal["dense", "low_rank", "per_task", "adapter"]
-    rank: Annotated[int, Ge(1)] | None
-    energy: Annotated[float, Gt(0), Le(1)] | None
-    metrics: dict[str, float] | None
-    push_to: str | None
-    push_private: bool
     dry_run: bool
-    overwrite: bool
-    max_shard_bytes: Annotated[int, Ge(1)]
-    device: str | int | list[str | int]
     seed: int
-    progress: bool
-    run_dir: str
 
     def run(self, folder: Path) -> None:
         """Merge, or with `dry_run` say whether it would work.
