@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, InMemory, TensorSpec
 from mergekit_lab.checkpoints.plain_files import check_file, read_json
-from mergekit_lab.checkpoints.tied_weights import find_equal_ties
+from mergekit_lab.checkpoints.tied_weights import find_configured_ties
 from mergekit_lab.errors import InputError, join_names, name_in_errors, say_error
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class Safetensors(Checkpoint):
     @cached_property
     def _tied(self) -> dict[str, str]:
         """Files cannot say it: the vocabulary's tensors are compared, if `config.json` ties them."""
-        return find_equal_ties(self)
+        return find_configured_ties(self)
 
 
 def _open_safetensors(file: Path) -> Any:
@@ -142,7 +142,7 @@ class Pickled(InMemory):
         super().__init__(label, tensors, files, folder)
 
     def find_ties(self) -> dict[str, str]:
-        return {**super().find_ties(), **find_equal_ties(self)}
+        return {**super().find_ties(), **find_configured_ties(self)}
 
 
 def load_pickled(file: Path) -> dict[str, Any]:

@@ -172,9 +172,3 @@ def plan_specs(
         return TensorSpec(spec.shape, dtype) if dtype and spec.dtype.is_floating_point else spec
 
     return {name: convert(spec) for name, spec in base.specs.items() if name not in left_out}
-
-
-def assume_ties(base: Checkpoint) -> dict[str, str]:
-    """Second names of weights that a configuration ties, each with the first, as names and shapes tell."""
-    groups = find_configured_groups(base)
-    return {name: group[0] for group in groups for name in group[1:]}

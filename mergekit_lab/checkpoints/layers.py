@@ -72,7 +72,8 @@ def arrange_layers(parts: Sequence[LayerRange], label: str) -> Checkpoint:
             raise InputError(
                 f"{part.model.label} has {count} layers, but the recipe takes {part.first} to {part.stop}"
             )
-    known = _list_shapes(parts[0].model)
+    first, last = parts[0].model, parts[-1].model
+    known = _list_shapes(first)
     for part in parts[1:]:
         odd = [
             rest
@@ -81,14 +82,9 @@ def arrange_layers(parts: Sequence[LayerRange], label: str) -> Checkpoint:
         ]
         if odd:
             raise InputError(
-                f"{part.model.label}: its layers do not fit those of {parts[0].model.label}: other shapes "
+                f"{part.model.label}: its layers do not fit those of {first.label}: other shapes "
                 f"({join_names(odd)})"
             )
-    return _compose_layers(parts, label)
-
-
-def _compose_layers(parts: Sequence[LayerRange], label: str) -> Checkpoint:
-    first, last = parts[0].model, parts[-1].model
     stack, tied = _find_stack(first)[0], first.find_ties()
     alone = {name: name for name in first if split_layer(name) is None}
     late = {n: n for n in alone if not stands_before_layers(n) and n not in tied and n in last}

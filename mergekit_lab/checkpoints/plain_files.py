@@ -66,7 +66,8 @@ def read_json(file: Path) -> Any:
         raise InputError(f"{file} is not JSON ({str(error)[:200]})") from None
     level = [content]
     for _ in range(_DEEPEST):
-        level = [child for item in level for child in _list_children(item)]
+        level = [list(item.values()) if isinstance(item, dict) else item for item in level]
+        level = [child for item in level if isinstance(item, list) for child in item]
     if level:
         raise InputError(f"{file} is nested too deep to be read")
     return content
@@ -82,12 +83,6 @@ def read_object(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InputError(f"{file} holds a {type(content).__name__}, not an object")
     return content
-
-
-def _list_children(item: Any) -> list[Any]:
-    if isinstance(item, dict):
-        return list(item.values())
-    return item if isinstance(item, list) else []
 
 
 def hash_file(path: Path, remember: bool = False) -> str:

@@ -67,7 +67,9 @@ def open_checkpoint(
         if (path / ADAPTER_CONFIG).is_file():
             return open_adapter(path, base, label)
         if (path / RECORD_FILE).is_file():
-            return _open_low_rank(path, base, label)
+            if base is None:
+                raise InputError(f"{label}: {path} holds what a merge adds to its base: expand it on that base")
+            return LowRank(path, base, label)
         return _open_folder(label, path, base)
     return _open_file(label, path)
 
@@ -79,12 +81,6 @@ def list_deciding_files(source: str, label: str) -> list[Path]:
     if not records:
         return list(open_checkpoint(source, label).files)
     return [*records, *sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".bin"))]
-
-
-def _open_low_rank(path: Path, base: Checkpoint | None, label: str) -> Checkpoint:
-    if base is None:
-        raise InputError(f"{label}: {path} holds what a merge adds to its base: expand it on that base")
-    return LowRank(path, base, label)
 
 
 def find_source(source: str | Path, weights: bool = True) -> Path:

@@ -142,13 +142,14 @@ def _rank_name(name: str) -> tuple[int, str]:
     return (ranks[0] if ranks else len(_KEPT_FIRST), name)
 
 
-def find_equal_ties(checkpoint: Checkpoint) -> dict[str, str]:
-    """Names under which a folder holds the values of a tied weight again."""
+def find_configured_ties(checkpoint: Checkpoint, read: bool = True) -> dict[str, str]:
+    """Second names of weights that the configuration ties, each with the first; with `read` where values agree,
+    else as names and shapes tell."""
     return {
         name: kept
         for kept, *others in find_configured_groups(checkpoint)
         for name in others
-        if torch.equal(checkpoint[name], checkpoint[kept])
+        if not read or torch.equal(checkpoint[name], checkpoint[kept])
     }
 
 

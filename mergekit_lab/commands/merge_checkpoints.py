@@ -119,11 +119,10 @@ def merge(
     )  # fmt: skip
 
 
-_Settings = derive_settings("merge_checkpoints", merge, left_out=("method", "statistics"))
-
-
 @dataclass(frozen=True)
-class MergeCheckpoints(_Settings):
+class MergeCheckpoints(
+    derive_settings("merge_checkpoints", merge, left_out=("method", "statistics"))  # type: ignore[misc]
+):
     """The configuration of the command: the arguments of `merge`, and these.
 
     Args:
