@@ -134,7 +134,7 @@ class Run:
             self._shared[name] = build(node, kind)
         built = self._shared[name]
         if hasattr(built, "with_keeper"):
-            return built.with_keeper(StoreKeeper(self.store, self.cfg.images_limit_gb))
+            return built.with_keeper(StoreKeeper(self.store, self.cfg.images_limit_gb, self.device))
         return built
 
     def _check(self) -> None:

@@ -51,7 +51,12 @@ class Keeper(Protocol):
     """Makes a folder of files once and finds it again: `(kind, content, bytes to write, make)` → folder.
 
     `content` is everything that decides the files, and names the folder. `make` fills an empty folder.
+
+    Attributes:
+        device: where arithmetic runs that `make` needs.
     """
+
+    device: torch.device
 
     def __call__(self, kind: str, content: Mapping[str, Any], size: int, make: Make) -> Path: ...
 
