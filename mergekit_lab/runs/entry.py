@@ -159,8 +159,7 @@ def make_run(
 
     cfg = settle(cfg)
     refuse_missing(cfg)
-    check(cfg)
-    run = Run(with_chosen_merger(cfg, overrides), folder, choices, shared)
+    run = Run(with_chosen_merger(check(cfg), overrides), folder, choices, shared)
     run.arguments = overrides
     return run
 

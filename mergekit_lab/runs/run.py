@@ -33,8 +33,8 @@ from mergekit_lab.runs.nodes import Node
 from mergekit_lab.runs.own_code import describe_code
 from mergekit_lab.runs.settle import find_weights_key
 from mergekit_lab.runs.spread import spread
-from mergekit_lab.schema.check import build, with_floats
-from mergekit_lab.schema.run import Curvature, Main, Search, TrainerSettings
+from mergekit_lab.schema.check import build
+from mergekit_lab.schema.run import Curvature, Search, TrainerSettings
 from mergekit_lab.store import Artifact, Store
 from mergekit_lab.store.artifact import Version
 from mergekit_lab.tasks import HarnessTask, Task
@@ -75,7 +75,6 @@ class Run:
         choices: Mapping[str, str],
         shared: dict[str, Any] | None = None,
     ) -> None:
-        cfg = with_floats(cfg, Main)
         plain: Any = OmegaConf.to_container(cfg, resolve=True)
         self.cfg = cfg
         self.plain: dict[str, Any] = plain

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from mergekit_lab.errors import InputError, join_names, suggest
-from mergekit_lab.ranges import require, require_whole
+from mergekit_lab.ranges import Count, check_value, require
 from mergekit_lab.tasks.decoding import (
     FORM,
     Index,
@@ -117,7 +117,7 @@ class HubImages(ImageTask):
             )
         share, most = self.validation_share, self.validation_most
         require(0 < share < 1, f"task {self.name!r}: validation_share", share, "in (0, 1)")
-        require_whole(f"task {self.name!r}: validation_most", most, 1)
+        check_value(most, Count, f"task {self.name!r}: validation_most")
         if any("{}" not in template for template in self.templates):
             raise InputError(
                 f"task {self.name!r}: a prompt of {self.prompts!r} has no '{{}}' for the class name"
