@@ -14,6 +14,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -232,12 +233,13 @@ def _serve(
 def _answer(channel: Connection) -> int:
     while True:
         try:
-            function, arguments = channel.recv()
+            message = channel.recv_bytes()
         except EOFError:
             return 0
         begun = time.monotonic()
         value, error, mistake = None, None, False
         try:
+            function, arguments = pickle.loads(message)
             value = function(*arguments)
         except InputError as problem:
             error, mistake = str(problem), True

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import pickle
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,6 +55,8 @@ _SHARE = 8
 """Of a device's memory: one part of so many may hold copies of weights that only save time."""
 SPREAD = 4
 """Processes of `device=spread` on a CPU at most: each takes a gigabyte."""
+_ERASE = "\r\x1b[2K"
+"""Begins a line anew in a terminal, where another process draws a bar."""
 _ONCE_A_SWEEP = ("finetune", "curvature")
 """Stages whose artifacts a sweep tries once: they take long, and many jobs share them."""
 
@@ -125,6 +129,9 @@ class Run:
         """Files of artifacts that stay on the device for the next merge, and the base, of no file."""
         self._pool: Pool | None = None
         self._compiled: nn.Module | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remake, (pickle.dumps((self.plain, self.folder, dict(self.choices))),)
 
     def _build(self, node: DictConfig, kind: type) -> Any:
         """What a node makes, shared, with the store to keep things in if it wants one."""
@@ -360,9 +367,8 @@ class Run:
         if self._pool is None:
             self._pool = Pool(self.devices)
         device = "cuda:0" if self.device.type == "cuda" else "cpu"
-        plain = self.plain | {"device": device, "progress": False}
-        job = (type(self), plain, str(self.folder), dict(self.choices), stage)
-        self.made |= spread(self._pool, job, units, progress=self.plain["progress"])
+        run = self.vary({"device": device, "progress": False})
+        self.made |= spread(self._pool, run, stage, units, progress=self.plain["progress"])
 
     def close(self) -> None:
         """End the processes on other devices."""
@@ -379,6 +385,17 @@ class Run:
         self.timings[stage] = Timing(round(time.monotonic() - begun, 2), **self._counts)
         log.info("%s: %.1f s, %d computed, %d found in the store", stage, time.monotonic() - begun,
                  self._counts["computed"], self._counts["reused"])  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _remake(content: bytes) -> Run:
+    """In a worker: the run, with the objects that an earlier job of the same run left; trackers do not hear of
+    it."""
+    logging.basicConfig(format=f"{_ERASE if sys.stdout.isatty() else ''}%(message)s", stream=sys.stdout)
+    plain, folder, choices = pickle.loads(content)
+    run = Run(OmegaConf.create(plain), folder, choices)
+    run.tracker = Tracker()
+    return run
 
 
 def say_seconds(artifact: Artifact) -> str:
