@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from mergekit_lab.backbones import Backbone, LanguageModel, Objective, Parametrization
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.compiled import compile_model
+from mergekit_lab.digests import Version
 from mergekit_lab.errors import InputError, suggest
 from mergekit_lab.memory import read_free_memory, read_total_memory
 from mergekit_lab.merging import resolve_device
@@ -38,7 +39,6 @@ from mergekit_lab.runs.spread import spread
 from mergekit_lab.schema.check import build
 from mergekit_lab.schema.run import Curvature, Search, TrainerSettings
 from mergekit_lab.store import Artifact, Store
-from mergekit_lab.store.artifact import Version
 from mergekit_lab.tasks import HarnessTask, Task
 from mergekit_lab.training import TrainingSettings
 from mergekit_lab.workers import Pool
