@@ -151,9 +151,7 @@ def compose_run(lines: Sequence[str], folder: Path, small: bool = False) -> Run:
             task.update({"sizes": SMALL_SIZES} if "sizes" in task else {})
             if number >= SMALL_TASKS:
                 del cfg.suite.tasks[name]
-    cfg = settle(cfg)
-    check(cfg)
-    run = Run(cfg, folder, choices, _SHARED)
+    run = Run(check(settle(cfg)), folder, choices, _SHARED)
     run.tracker = Tracker()  # tells nobody
     return run
 

@@ -50,7 +50,7 @@ class ModelFolder:
     def digest(self) -> str:
         """SHA-256 over the bytes of all that decides results: weights, configuration, tokenizer, templates."""
         if self.gguf:
-            return hash_file(self.folder / self.gguf, remember=True)
+            return hash_file(self.folder / self.gguf)
         weights = sorted([*self.folder.glob("*.safetensors"), *self.folder.glob("*.bin")])
         files = [*weights, self.folder / "config.json", *find_tokenizer_files(self.folder)]
         return hash_folder(self.folder, filter(Path.is_file, files))

@@ -6,13 +6,13 @@ import hashlib
 import re
 import uuid
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from pathlib import Path
 
 from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import TensorSpec
 from mergekit_lab.checkpoints.shards import ShardedWriter
+from mergekit_lab.digests import hash_bytes
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], sync: bool = True) -> None:
@@ -36,20 +36,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], sync: bool = True) 
         temporary.unlink(missing_ok=True)
 
 
-def hash_file(path: Path, remember: bool = False) -> str:
-    """The hexadecimal SHA-256 of a file's bytes.
-
-    Args:
-        remember: read it again in this process only if it has changed since, by its size and time of change; a
-            file of the hub's cache is not read, for its hash is its name.
-    """
-    if remember:
-        if is_hash(name := path.resolve().name):
-            return name
-        status = path.stat()
-        return _remember(path.absolute(), status.st_ino, status.st_size, status.st_mtime_ns)
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def hash_file(path: Path) -> str:
+    """The hexadecimal SHA-256 of a file's bytes. One of the hub's cache is not read: its name is its hash."""
+    return name if is_hash(name := path.resolve().name) else hash_bytes(path)
 
 
 def is_hash(name: str) -> bool:
@@ -59,10 +48,5 @@ def is_hash(name: str) -> bool:
 
 def hash_folder(root: Path, files: Iterable[Path]) -> str:
     """The SHA-256 of files below a folder, by their names there and their bytes, in this order."""
-    lines = [f"{file.relative_to(root)} {hash_file(file, remember=True)}" for file in files]
+    lines = [f"{file.relative_to(root)} {hash_file(file)}" for file in files]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-@lru_cache(maxsize=256)
-def _remember(path: Path, *status: int) -> str:
-    return hash_file(path)
