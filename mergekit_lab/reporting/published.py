@@ -5,18 +5,15 @@ A number stands beside a run only if the run is equal in all that decides it; `p
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-from mergekit_lab.errors import InputError
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.paper_tables import (
     Published,
@@ -25,14 +22,12 @@ from mergekit_lab.reporting.paper_tables import (
     read_published,
     replace_settings,
 )
-from mergekit_lab.reporting.records import write_text
 from mergekit_lab.reporting.writing import escape_cell, join_markdown
 
 log = logging.getLogger(__name__)
 
 _NAMED_BY_ROWS = ("_target_", "optimizer_of")
 _OF_EVERY_RUN = ("experts", "zero_shot", "training_seconds", "ks_distance", "mean_log_likelihood")
-FILE = "published.json"
 
 
 @dataclass(frozen=True)
@@ -143,26 +138,6 @@ def set_beside(
         )
     for of_row, reasons in others.items():
         log.info("published %s: %s is left out, its numbers are of %s", name, of_row, " or ".join(reasons))
-    return rows
-
-
-def write_beside(folder: Path, rows: Sequence[Beside]) -> None:
-    """Leave the rows in a run's folder for later reports."""
-    write_text(folder / FILE, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-
-
-def read_beside(folder: Path) -> list[Beside]:
-    """Read what `write_beside` wrote; empty if it did not."""
-    file = folder / FILE
-    try:
-        rows = [Beside(**row) for row in json.loads(file.read_text())]
-    except FileNotFoundError:
-        return []
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file} cannot be read: {error!r}") from None
-    for row in rows:
-        if not isinstance(row.published, int | float) or not isinstance(row.ours, int | float | None):
-            raise InputError(f"{file} holds {row.published!r} and {row.ours!r} for {row.row}, not numbers")
     return rows
 
 
