@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.reporting.leaderboard import (
-    distinguish_labels,
+    distinguish_mergers,
     keep_first_metric,
     mark_best,
     note_strengths,
@@ -70,8 +70,7 @@ def tabulate_across(records: Iterable[Record], table: str, measure: str = "norma
     """
     names, fixed = parse_table(table, measure)
     part, of_part = select_part(records)
-    shown = _distinguish(keep_first_metric(of_part))
-    shown = _narrow(shown, fixed, table)
+    shown = _narrow(distinguish_mergers(keep_first_metric(of_part)), fixed, table)
     _refuse_open(shown, names, table)
     rows, columns = (_list_values(shown, name) for name in names)
     by_cell: dict[tuple[str, str], list[Record]] = defaultdict(list)
@@ -165,17 +164,6 @@ def _narrow(records: Sequence[Record], fixed: Mapping[str, str], table: str) -> 
             raise InputError(f"table={table}: no record has {name} {value!r}{suggest(value, known)}")
         kept = [record for record in kept if _read_value(record, name) == value]
     return kept
-
-
-def _distinguish(records: Sequence[Record]) -> list[Record]:
-    """Mergers that ran in several ways under one label get the labels that the leaderboard gives them."""
-    names = distinguish_labels(records)
-    return [
-        replace(record, merger=names.get((record.merger, record.model_key), record.merger))
-        if record.merger is not None
-        else record
-        for record in records
-    ]
 
 
 def _refuse_open(records: Sequence[Record], names: Sequence[str], table: str) -> None:
