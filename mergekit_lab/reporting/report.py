@@ -7,10 +7,11 @@
 """
 
 import logging
+import operator
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -139,14 +140,9 @@ def _write_views(
 
 def _add_timings(runs: Iterable[RunFiles]) -> dict[str, Timing]:
     total: dict[str, Timing] = {}
-    for run in runs:
-        for stage, timing in run.timings.items():
-            before = total.get(stage, Timing(0.0))
-            total[stage] = Timing(
-                before.seconds + timing.seconds,
-                before.computed + timing.computed,
-                before.reused + timing.reused,
-            )
+    for stage, timing in (item for run in runs for item in run.timings.items()):
+        before = total.get(stage, Timing(0.0))
+        total[stage] = Timing(*map(operator.add, astuple(before), astuple(timing)))
     return total
 
 
@@ -227,22 +223,13 @@ def _shorten_names(folders: Sequence[Path]) -> list[str]:
 
 def _title_groups(runs: Sequence[RunFiles]) -> list[str]:
     """What tells a run's experts from those of other runs: its axes and seeds, where they vary."""
-    described = [
-        [
-            ", ".join(dict.fromkeys(str(getattr(record, axis)) for record in run.records))
-            for axis in (*AXES, "seed")
-        ]
-        for run in runs
-    ]
-    vary = [len(set(column)) > 1 for column in zip(*described, strict=True)]
-    return [
-        " / ".join(
-            (f"seed {value}" if axis == "seed" else value)
-            for axis, value, shown in zip((*AXES, "seed"), values, vary, strict=True)
-            if shown
-        )
-        for values in described
-    ]
+    values = {
+        axis: [", ".join(dict.fromkeys(str(getattr(record, axis)) for record in run.records)) for run in runs]
+        for axis in (*AXES, "seed")
+    }
+    values["seed"] = [f"seed {seeds}" for seeds in values["seed"]]
+    vary = [of_runs for of_runs in values.values() if len(set(of_runs)) > 1]
+    return [" / ".join(of_runs[i] for of_runs in vary) for i in range(len(runs))]
 
 
 def _group_series(runs: Iterable[tuple[str, str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
