@@ -22,7 +22,6 @@ from mergekit_lab.reporting.paper_tables import (
     read_published,
     replace_settings,
 )
-from mergekit_lab.reporting.writing import escape_cell, join_markdown
 
 log = logging.getLogger(__name__)
 
@@ -225,26 +224,3 @@ def list_bases(rows: Iterable[Beside]) -> list[Basis]:
         if row.note and row.note not in notes:
             notes.append(row.note)
     return [Basis(*key, "; ".join(notes)) for key, notes in notes_by_row.items()]
-
-
-def write_published(rows: Sequence[Beside], notes: Sequence[str] = ()) -> str:
-    """A section of the summary; empty without comparable numbers."""
-    if not rows and not notes:
-        return ""
-    lines = [
-        HEADER,
-        ["---"] * 4 + ["---:"] * 3,
-        *(map(escape_cell, texts) for texts in format_numbers(rows)),
-    ]
-    parts = [
-        "\n".join(map(join_markdown, lines)) if rows else "",
-        "\n".join(f"- {escape_cell(n)}" for n in notes),
-        "\n".join(_describe(basis) for basis in list_bases(rows) if basis.equal or basis.unprinted),
-    ]
-    return "\n\n".join([f"## {TITLE}", *filter(None, parts)])
-
-
-def _describe(basis: Basis) -> str:
-    parts = [f"- {escape_cell(basis.name)}", f"  - equal: {escape_cell(basis.equal)}"]
-    parts += [f"  - not printed: {escape_cell(basis.unprinted)}"] if basis.unprinted else []
-    return "\n".join(parts)

@@ -15,21 +15,21 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from mergekit_lab.errors import say_duration
-from mergekit_lab.reporting import html, plots
+from mergekit_lab.reporting import plots
 from mergekit_lab.reporting.bootstrap import add_intervals
 from mergekit_lab.reporting.checks import find_warnings
 from mergekit_lab.reporting.cross_table import CrossTable, tabulate_across
 from mergekit_lab.reporting.drawing import Figure
 from mergekit_lab.reporting.leaderboard import build_table
 from mergekit_lab.reporting.origin import Origin, list_commands
+from mergekit_lab.reporting.page import Page, render_page, render_summary
 from mergekit_lab.reporting.plots import Curves, Searches
-from mergekit_lab.reporting.published import unite, write_published
+from mergekit_lab.reporting.published import unite
 from mergekit_lab.reporting.records import Failure, Record, Timing, deduplicate, write_records, write_text
 from mergekit_lab.reporting.run_files import RunFiles, read_run
 from mergekit_lab.reporting.summary import describe
 from mergekit_lab.reporting.tables import AXES, Table
-from mergekit_lab.reporting.writing import escape_cell, to_csv, to_latex, to_markdown
+from mergekit_lab.reporting.writing import to_csv, to_latex, to_markdown
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def _write_views(
     searches = _group_series((group, name, run.searches) for group, (name, run) in named)
     figures = _draw_figures(folder / "figures", table, curves, searches)
     published, notes = unite((run.config_yaml, run.published) for run in runs.values())
-    page = html.Page(
+    page = Page(
         title,
         describe(table, records, failures),
         table,
@@ -131,10 +131,10 @@ def _write_views(
         tuple(failures),
     )
     write_records(paths.records, records)
-    write_text(paths.summary, _write_summary(page))
+    write_text(paths.summary, render_summary(page))
     write_text(folder / "leaderboard.csv", to_csv(table))
     write_text(folder / "leaderboard.tex", to_latex(table))
-    write_text(paths.html, html.render_page(page))
+    write_text(paths.html, render_page(page))
     return paths
 
 
@@ -175,44 +175,6 @@ def _list_analyses(folders: Mapping[str, Path]) -> list[Figure]:
         for path in sorted((folder / "analysis").glob("*.png"))
         if path.is_file()
     ]
-
-
-def _write_summary(page: html.Page) -> str:
-    """The page without its pictures, in Markdown."""
-    timings = [
-        f"{stage}: {say_duration(timing.seconds)}, {timing.computed} computed, {timing.reused} reused"
-        for stage, timing in page.timings.items()
-    ]
-    failures = [f"{f.run} {' '.join(f.overrides)}: {_take_first_line(f.error)}" for f in page.failures]
-    parts = [
-        f"# {escape_cell(page.title)}",
-        escape_cell(page.summary),
-        _itemize(page.warnings, "## Warnings"),
-        to_markdown(page.table).rstrip("\n") if page.table.rows else "",
-        write_published(page.published, page.published_notes),
-        f"## Time and cache\n\n{html.say_cache(page.records)}".rstrip(),
-        _itemize(timings),
-        _itemize(failures, "## Failures"),
-        _write_origin(page.origin),
-    ]
-    return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def _write_origin(origin: Origin | None) -> str:
-    if origin is None:
-        return ""
-    facts = "".join(f"- {name}: {escape_cell(value)}\n" for name, value in origin.list_facts())
-    fence = "````" if "```" in origin.command else "```"
-    return f"## Reproduce\n\n{fence}\n{origin.command}\n{fence}\n\n{facts}".rstrip()
-
-
-def _itemize(lines: Sequence[str], heading: str = "") -> str:
-    items = "\n".join(f"- {escape_cell(line)}" for line in lines)
-    return "\n\n".join(filter(None, (heading, items))) if lines else ""
-
-
-def _take_first_line(text: str) -> str:
-    return next((line for line in text.splitlines() if line.strip()), "no message")
 
 
 def _shorten_names(folders: Sequence[Path]) -> list[str]:
