@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import lightning
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from mergekit_lab.backbones import Objective
 from mergekit_lab.batches import Batch, list_tensors, pin_memory, to_device
 from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.prefetch import prefetch
-from mergekit_lab.tasks import Part
 
 _CPU = torch.device("cpu")
 _AHEAD = 4
@@ -191,71 +189,3 @@ def order_by_length(order: Tensor, lengths: Tensor, batch_size: int, generator: 
         whole += pool[lengths[pool].argsort(stable=True)].split(batch_size)
     mixed = [whole[i] for i in torch.randperm(len(whole), generator=generator).tolist()]
     return torch.cat([*mixed, order[len(order) // batch_size * batch_size :]])
-
-
-class InOrder:
-    """All samples of the validation parts once, task after task.
-
-    Args:
-        objectives: by task.
-        batch_size: samples at a time.
-    """
-
-    part: Part = "validation"
-
-    def __init__(self, objectives: Mapping[str, Objective], batch_size: int) -> None:
-        self.sizes = {name: objective.task.count(self.part) for name, objective in objectives.items()}
-        self.batch_size = batch_size
-
-    def __len__(self) -> int:
-        return sum(-(-size // self.batch_size) for size in self.sizes.values())
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for name, size in self.sizes.items():
-            for index in torch.arange(size).split(self.batch_size):
-                yield {name: index}
-
-
-class TaskData(lightning.LightningDataModule):
-    """Training batches by step, and the validation parts in order.
-
-    Args:
-        objectives: by task.
-        batch_size, steps, seed: see `StepBatches`.
-        validation_batch_size: samples at a time in validation.
-    """
-
-    def __init__(
-        self,
-        objectives: Mapping[str, Objective],
-        *,
-        batch_size: int,
-        steps: int,
-        seed: int,
-        validation_batch_size: int = 512,
-    ) -> None:
-        super().__init__()
-        self.objectives = dict(objectives)
-        self.batch_size = batch_size
-        self.steps = steps
-        self.seed = seed
-        self.validation_batch_size = validation_batch_size
-
-    def train_dataloader(self) -> StepBatches:
-        trainer = self.trainer
-        if trainer is None:
-            return StepBatches(self.objectives, self.batch_size, self.steps, self.seed)
-        return StepBatches(
-            self.objectives,
-            self.batch_size,
-            self.steps,
-            self.seed,
-            start=trainer.global_step,
-            rank=trainer.global_rank,
-            world=trainer.world_size,
-            few_shapes=getattr(trainer.lightning_module, "replays", False),
-            device=trainer.strategy.root_device,
-        )
-
-    def val_dataloader(self) -> InOrder:
-        return InOrder(self.objectives, self.validation_batch_size)
