@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.optim.ascent import AscentOptimizer
-from mergekit_lab.optim.noise import hash_bits, sample
+from mergekit_lab.optim.noise import Noise, hash_bits
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
 from mergekit_lab.optim.precision import widen
 from mergekit_lab.optim.sam import compute_sam_perturbation
@@ -226,4 +226,4 @@ class SSAMD(SparseAscent):
     def _draw_like(self, params: list[Tensor], what: str) -> Tensor:
         generator = torch.Generator(params[0].device).manual_seed(hash_bits(self.seed, self.steps_done, what))
         count = sum(p.numel() for p in params)
-        return sample(count, generator, torch.float32, distribution="gaussian", loc=0.0, scale=1.0)
+        return Noise("gaussian").draw(count, generator, torch.float32)
