@@ -72,9 +72,9 @@ class SparseAscent(AscentOptimizer):
         self,
         named_parameters: Parameters,
         base: BaseOptimizer,
-        rho: NotNegative,
-        sparsity: Proportion,
-        every: Count,
+        rho: NotNegative = 0.05,
+        sparsity: Proportion = 0.5,
+        every: Count = 100,
     ) -> None:
         self.sparsity = sparsity
         self.every = every
@@ -122,17 +122,7 @@ class SSAMF(SparseAscent):
     saved_tensors: ClassVar[tuple[str, ...]] = ("squares",)
     recordable = True
     squares: dict[Tensor, Tensor]
-
-    def __init__(
-        self,
-        named_parameters: Parameters,
-        base: BaseOptimizer,
-        rho: NotNegative = 0.05,
-        sparsity: Proportion = 0.5,
-        every: Count = 100,
-    ) -> None:
-        self.external_fisher = False
-        super().__init__(named_parameters, base, rho, sparsity, every)
+    external_fisher = False
 
     def use_fisher(self, fisher: Mapping[str, Tensor]) -> None:
         """Mask by this empirical Fisher diagonal from now on, instead of estimating one.
