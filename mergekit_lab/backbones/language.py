@@ -129,7 +129,10 @@ def write_companions(source: str, kind: str, dtype: str, folder: Path) -> list[s
         return list(write_files({**planned, **plan_tokenizer_files(origin.folder)}, folder))
     before = set(folder.iterdir())
     model = load_model(source, kind, dtype)
-    for part in (model.config, getattr(model, "generation_config", None), load_tokenizer(source)):
+    config = deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    vars(config).pop("quantization_config", None)  # it would send readers to the GGUF file
+    for part in (config, getattr(model, "generation_config", None), load_tokenizer(source)):
         if part is not None:
             part.save_pretrained(folder)
     return sorted(path.name for path in set(folder.iterdir()) - before)
