@@ -64,6 +64,7 @@ class StepBatches:
         self.world = world
         self.few_shapes = few_shapes
         self.device = device
+        self._on_gpu = device.type == "cuda"
         self._threads = min(each.reading_threads for each in self.objectives.values())
         self._sizes = {name: objective.task.count("train") for name, objective in self.objectives.items()}
         self._order: dict[tuple[int, int], np.ndarray] = {}
@@ -83,20 +84,19 @@ class StepBatches:
 
     def __iter__(self) -> Iterator[dict[str, Batch]]:
         """The next batches are made while one is trained on; their order does not depend on it."""
-        on_gpu = self.device.type == "cuda"
         chosen = ((step, self.choose(step)) for step in range(self.start, self.steps))
-        make = self._read_pinned if on_gpu else self._make
-        read = prefetch(make, chosen, ahead=_AHEAD + self._threads, threads=self._threads)
-        return self._bring_all(read) if on_gpu else (batch for _, batch in read)
+        read = prefetch(self._make, chosen, ahead=_AHEAD + self._threads, threads=self._threads)
+        return self._bring_all(read) if self._on_gpu else (batch for _, batch in read)
 
     def _make(self, chosen: tuple[int, Mapping[str, Tensor]]) -> tuple[int, dict[str, Batch]]:
+        """A step and its batch; for a GPU not yet augmented, where it reads without the processor's help."""
         step, index = chosen
-        return step, self._augment(step, self._read(index))
-
-    def _read_pinned(self, chosen: tuple[int, Mapping[str, Tensor]]) -> tuple[int, dict[str, Batch]]:
-        """These samples where a GPU reads them without the processor's help."""
-        step, index = chosen
-        return step, {task: pin_memory(part) for task, part in self._read(index).items()}
+        batch = {task: self.objectives[task].make_training_batch(at) for task, at in index.items()}
+        if self.few_shapes:
+            batch = {task: self.objectives[task].fix_shape(part) for task, part in batch.items()}
+        if self._on_gpu:
+            return step, {task: pin_memory(part) for task, part in batch.items()}
+        return step, self._augment(step, batch)
 
     def _bring_all(self, read: Iterator[tuple[int, dict[str, Batch]]]) -> Iterator[dict[str, Batch]]:
         """Batches on the GPU; the stream in use waits for each."""
@@ -131,16 +131,6 @@ class StepBatches:
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Nothing to restore."""
-
-    def make_batch(self, step: int) -> dict[str, Batch]:
-        """The batch of one step, by task, on the CPU."""
-        return self._make((step, self.choose(step)))[1]
-
-    def _read(self, index: Mapping[str, Tensor]) -> dict[str, Batch]:
-        batch = {task: self.objectives[task].make_training_batch(at) for task, at in index.items()}
-        if not self.few_shapes:
-            return batch
-        return {task: self.objectives[task].fix_shape(part) for task, part in batch.items()}
 
     def choose(self, step: int) -> dict[str, Tensor]:
         """The samples of each task's training part that one step takes, int64."""
