@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Literal
 
@@ -74,10 +74,6 @@ class OpenClip(Backbone):
     def __post_init__(self) -> None:
         check_settings(OpenClip, vars(self), "backbone.{}")
         check_crop(self.crop)
-
-    def with_keeper(self, keep: Keeper) -> OpenClip:
-        """A copy of the backbone whose heads `keep` holds."""
-        return replace(self, keep=keep)
 
     def make_model(self) -> ImageEncoder:
         """A fresh copy of the pretrained image tower, float32, evaluation mode, all parameters trainable."""

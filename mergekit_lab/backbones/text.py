@@ -36,9 +36,19 @@ _TOKENS, _LOGITS, _ROWS = 1 << 16, 1 << 29, 512
 
 
 class ScoredText(Objective):
-    """A text task with text answers, scored by its metric and by both accuracies."""
+    """A text task with text answers, scored by its metric and by both accuracies.
+
+    Args:
+        task: prompts and answers.
+        tokenizer: of transformers, with a padding token.
+    """
 
     task: TextTask
+
+    def __init__(self, task: TextTask, tokenizer: Any) -> None:
+        super().__init__(task)
+        self.tokenizer = tokenizer
+        self._pad = int(tokenizer.pad_token_id)
 
     def score_samples(self, predictions: Sequence[Any], part: Part, index: Tensor) -> Sequence[float] | None:
         if self.task.metric not in MEANS:
@@ -60,8 +70,7 @@ class TextObjective(ScoredText):
     """A text task for a language model.
 
     Args:
-        task: prompts and answers.
-        tokenizer: of transformers, with a padding token.
+        task, tokenizer: see `ScoredText`.
         reading: how prompts are formatted and cut, and how the model answers.
         positions: the most tokens of a row that the model accepts; None sets no limit.
 
@@ -73,8 +82,7 @@ class TextObjective(ScoredText):
     """
 
     def __init__(self, task: TextTask, tokenizer: Any, reading: Reading, positions: int | None = None) -> None:
-        super().__init__(task)
-        self.tokenizer = tokenizer
+        super().__init__(task, tokenizer)
         self.reading = reading
         self.positions = positions
         self.truncated: dict[Part, tuple[int, int]] = {}
@@ -138,10 +146,6 @@ class TextObjective(ScoredText):
         )  # fmt: skip
         texts: list[str] = self.tokenizer.batch_decode(new, skip_special_tokens=True)
         return texts
-
-    @property
-    def _pad(self) -> int:
-        return int(self.tokenizer.pad_token_id)
 
 
 class CausalObjective(TextObjective):

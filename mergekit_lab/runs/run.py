@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -133,8 +134,8 @@ class Run:
         if name not in self._shared:
             self._shared[name] = build(node, kind)
         built = self._shared[name]
-        if hasattr(built, "with_keeper"):
-            return built.with_keeper(StoreKeeper(self.store, self.cfg.images_limit_gb))
+        if getattr(built, "keep", "") is None:
+            return replace(built, keep=StoreKeeper(self.store, self.cfg.images_limit_gb))
         return built
 
     def _check(self) -> None:

@@ -12,7 +12,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -117,10 +117,6 @@ class HubImages(ImageTask):
             raise InputError(
                 f"task {self.name!r}: a prompt of {self.prompts!r} has no '{{}}' for the class name"
             )
-
-    def with_keeper(self, keep: Keeper) -> HubImages:
-        """A copy of the task whose data `keep` holds."""
-        return replace(self, keep=keep)
 
     @cached_property
     def classes(self) -> tuple[str, ...]:  # type: ignore[override]
