@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mergekit_lab.backbones.decoding import decode, unwrap_model
-from mergekit_lab.backbones.encoding import Encoded, Encoding
+from mergekit_lab.backbones.encoding import Encoded, Encoding, Reading
 from mergekit_lab.backbones.linearized import Tangent
 from mergekit_lab.backbones.objective import Objective, find_device
-from mergekit_lab.backbones.reading import Reading
 from mergekit_lab.backbones.rows import mask_reach, mask_segments, pack_first_fit, pad_rows, round_up
 from mergekit_lab.batches import IGNORED, Batch
 from mergekit_lab.errors import InputError
@@ -74,9 +73,6 @@ class TextObjective(ScoredText):
         reading: how prompts are formatted and cut, and how the model answers.
         positions: the most tokens of a row that the model accepts; None sets no limit.
 
-    Attributes:
-        truncated: number of prompts and answers that were cut, by part.
-
     Raises:
         InputError: the tokenizer gives two choices the same tokens.
     """
@@ -85,7 +81,6 @@ class TextObjective(ScoredText):
         super().__init__(task, tokenizer)
         self.reading = reading
         self.positions = positions
-        self.truncated: dict[Part, tuple[int, int]] = {}
         self._encoded: dict[Part, Encoded] = {}
         self._encoding = Encoding(tokenizer, reading, self.causal, positions)
         self._choices = None if task.choices is None else self._encoding.encode_choices(task)
@@ -94,7 +89,6 @@ class TextObjective(ScoredText):
         """The tokens of a part, made once per process."""
         if part not in self._encoded:
             self._encoded[part] = self._encoding.encode(self.task, part)
-            self.truncated[part] = self._encoded[part].truncated
         return self._encoded[part]
 
     def measure_lengths(self, part: Part) -> Tensor | None:
@@ -139,10 +133,9 @@ class TextObjective(ScoredText):
     def _generate(self, model: nn.Module, prompts: list[Tensor]) -> list[str]:
         """Greedy answers."""
         tokens, mask = pad_rows(prompts, self._pad, find_device(model), left=self.causal)
-        end = self.tokenizer.eos_token_id
         new = decode(
             model, tokens, mask, max_new_tokens=self.task.max_new_tokens,
-            ends=() if end is None else (end,), pad=self._pad,
+            end=self.tokenizer.eos_token_id, pad=self._pad,
         )  # fmt: skip
         texts: list[str] = self.tokenizer.batch_decode(new, skip_special_tokens=True)
         return texts
@@ -157,11 +150,7 @@ class CausalObjective(TextObjective):
     """
 
     causal = True
-
-    def __init__(self, task: TextTask, tokenizer: Any, reading: Reading, positions: int | None = None) -> None:
-        super().__init__(task, tokenizer, reading, positions)
-        self.packed = (0, 0)
-        self.padded = (0, 0)
+    packed = padded = (0, 0)
 
     def _read_row(self, part: Part, position: int) -> tuple[Tensor, Tensor]:
         """A sample's tokens, and the labels at them."""

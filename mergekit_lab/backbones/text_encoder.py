@@ -174,7 +174,6 @@ class EncoderObjective(ScoredText):
 
     Attributes:
         head: float32 `[C, D]`.
-        truncated: number of texts that were cut, by part.
     """
 
     head: Tensor
@@ -182,7 +181,6 @@ class EncoderObjective(ScoredText):
     def __init__(self, task: TextTask, tokenizer: Any, encoder: TextEncoder) -> None:
         super().__init__(task, tokenizer)
         self.encoder = encoder
-        self.truncated: dict[Part, int] = {}
         self._tokens: dict[Part, list[Tensor]] = {}
         self.register_buffer("head", torch.empty(0), persistent=False)
 
@@ -196,7 +194,6 @@ class EncoderObjective(ScoredText):
                     f"task {self.task.name!r}: texts of {part} take up to {longest} tokens, and this encoder "
                     f"has {limit} positions: lower backbone.max_length"
                 )
-            self.truncated[part] = cut
             if cut:
                 log.info(
                     "%s, %s: %d of %d texts were cut to %d tokens",

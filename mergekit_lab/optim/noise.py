@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.optim.precision import widen_dtype
-from mergekit_lab.optim.sharded import find_first_entry, take_part_like, take_parts
+from mergekit_lab.optim.sharded import find_first_entry, spread_like, take_part, take_parts
 from mergekit_lab.triton_kernels import load_kernels
 
 DISTRIBUTIONS = ("laplace", "gaussian")
@@ -89,7 +89,7 @@ def draw_noise(
         sizes = [p.numel() for p in group]
         draws = noise.draw(sum(sizes), generators[device], widen_dtype(group[0]), factor)
         pieces = zip(draws.split(sizes), group, strict=True)
-        yield take_parts(group), [take_part_like(piece.view(p.shape), p) for piece, p in pieces]
+        yield take_parts(group), [take_part(spread_like(piece.view(p.shape), p)) for piece, p in pieces]
 
 
 def add_offset(params: list[Tensor], seed: int | torch.Generator, factor: float | Tensor, noise: Noise) -> None:

@@ -123,7 +123,7 @@ def _make_trainer(
     """Lightning's trainer, whose budget is of steps, or of seconds where a clock is among the callbacks."""
     clocked = settings.seconds is not None
     if options.setdefault("enable_progress_bar", True):
-        callbacks = [*callbacks, Progress(clocked)]
+        callbacks = [*callbacks, Progress()]
     if options.get("strategy") == "fsdp":
         options["strategy"] = Sharded(options["devices"])
     try:
@@ -232,13 +232,9 @@ class Progress(RichProgressBar):
     A clock does not know the last step, and a run has only one epoch.
     """
 
-    def __init__(self, clocked: bool) -> None:
-        super().__init__(leave=False)
-        self._clocked = clocked
-
     @property
     def total_train_batches(self) -> float:
-        return float("inf") if self._clocked else self.trainer.max_steps
+        return float("inf") if self.trainer.max_steps < 0 else self.trainer.max_steps
 
     def get_metrics(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> dict[str, Any]:
         curve = pl_module.curve if isinstance(pl_module, FinetuneModule) else []

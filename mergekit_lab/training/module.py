@@ -265,12 +265,7 @@ class FinetuneModule(RecordedModule):
         counts = {task: max(1, round(share * count_samples(whole))) for task, whole in batch.items()}
         return {task: take_samples(batch[task], 0, count) for task, count in counts.items()}
 
-    def configure_gradient_clipping(
-        self,
-        optimizer: Any,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         if not isinstance(optimizer, WrappedOptimizer):
             self._clip()
 

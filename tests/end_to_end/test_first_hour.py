@@ -190,7 +190,7 @@ def test_a_run_from_python_refuses_a_mistake_and_leaves_hydra_as_it_was() -> Non
 
 
 def test_the_bar_counts_the_whole_training_and_shows_the_loss() -> None:
-    bar = Progress(clocked=False)
+    bar = Progress()
     bar._trainer = SimpleNamespace(max_steps=60, global_step=50)  # type: ignore[assignment]
     assert bar.total_train_batches == 60
     settings = TrainingSettings(steps=60, batch_size=1, lr=1e-2, weight_decay=0.0)
