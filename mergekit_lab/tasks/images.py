@@ -13,7 +13,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -124,10 +124,6 @@ class HubImages(ImageTask):
             raise InputError(
                 f"task {self.name!r}: a prompt of {self.prompts!r} has no '{{}}' for the class name"
             )
-
-    def with_keeper(self, keep: Keeper) -> HubImages:
-        """A copy of the task whose data `keep` holds."""
-        return replace(self, keep=keep)
 
     @cached_property
     def classes(self) -> tuple[str, ...]:  # type: ignore[override]
