@@ -50,23 +50,19 @@ def _run_job(reader: Reader, names: list[str], survey: Any, dtype: torch.dtype |
         _run_blocks(reader, names, survey, out)
     elif method.by_matrix and names[0] in inputs.stacks:
         _run_stack(reader, names[0], survey, out[names[0]])
-    elif isinstance(method, SpectralMethod) and method.is_matrix(names[0], out[names[0]].shape):
-        with read_stack(reader, names, survey) as (bases, deltas, sites):
-            merges = method.merge_matrices(deltas, sites)
-        del deltas, sites
-        for name, base, merged in zip(names, bases, merges, strict=True):
-            reader.expect_finite_result(name, merged)
-            wide = base.to(inputs.compute, copy=True)
-            _store(name, out[name], _add(wide, merged, method.scale, out[name].dtype))
     else:
-        for name in names:
-            base = reader.read_base(name).to(inputs.compute, copy=True)
-            deltas = reader.read_deltas(name, base)
-            site = reader.make_whole_site(name, survey)
-            reader.settle()
-            merged = method.merge(name, base, deltas, site)
-            reader.expect_finite_result(name, merged)
-            _store(name, out[name], _add(base, merged, method.scale, out[name].dtype))
+        together = isinstance(method, SpectralMethod) and method.is_matrix(names[0], out[names[0]].shape)
+        for part in [names] if together else [[name] for name in names]:
+            with read_stack(reader, part, survey) as (bases, deltas, sites):
+                if isinstance(method, SpectralMethod) and together:
+                    merges = method.merge_matrices(deltas, sites)
+                else:
+                    merges = method.merge(part[0], bases[0].to(inputs.compute), deltas[0], sites[0])[None]
+            del deltas, sites
+            for name, base, merged in zip(part, bases, merges, strict=True):
+                reader.expect_finite_result(name, merged)
+                wide = base.to(inputs.compute, copy=True)
+                _store(name, out[name], _add(wide, merged, method.scale, out[name].dtype))
     for name in names:
         if name.endswith(VARIANCE):
             _raise_variance(reader, name, out[name])
@@ -149,7 +145,7 @@ def _run_blocks(reader: Reader, names: list[str], survey: Any, out: Mapping[str,
         members = [segment.name for segment in piece]
         if not method.propagates:
             reader.expect_finite(members, deltas)
-        site = reader.make_site(piece, tensor, survey, side=bool(method.side_inputs))
+        site = reader.make_site(piece, reader.read_block_sides(piece), survey, tensor)
         merged = method.merge(members[0], base, deltas, site)
         reader.expect_finite(members, merged[None])  # it may overflow where its inputs did not
         if len(piece) == 1:
