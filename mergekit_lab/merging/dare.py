@@ -39,7 +39,7 @@ class DARE(SparsifiedMethod):
     rescale: Literal["inverse", "l1"] = "inverse"
 
     by_blocks = True
-    propagates = property(attrgetter("inner.propagates"))  # type: ignore[assignment]
+    propagates = property(attrgetter("inner.propagates"))
 
     @property
     def by_entries(self) -> bool:  # type: ignore[override]

@@ -65,7 +65,7 @@ class ModelStock(Method):
         deltas = site.orient(deltas)
         filters = deltas.reshape(len(deltas), deltas.shape[1] if base.dim() > 1 else 1, -1)
         merged, ratios = filters.mean(dim=0), []
-        for part in cut_rows(*filters.shape[1:], filters.device):
+        for part in cut_rows(filters.shape[1], filters.shape[2], filters.device):
             ratios.append(find_ratio(multiply(filters[:, part].transpose(0, 1))))
             merged[part] *= ratios[-1][:, None].to(merged.dtype)
         _note(site, torch.cat(ratios).min())

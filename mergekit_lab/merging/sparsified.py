@@ -44,7 +44,7 @@ class WrappingMethod(Method):
                 f"{within} cannot be the inner method of {outer}: make {outer} the inner method of {within}"
             )
 
-    side_inputs = property(attrgetter("inner.side_inputs"))  # type: ignore[assignment]
+    side_inputs = property(attrgetter("inner.side_inputs"))
     scale = property(attrgetter("inner.scale"))
     weights_by_tensor = property(attrgetter("inner.weights_by_tensor"))
 
@@ -81,7 +81,7 @@ class SparsifiedMethod(WrappingMethod):
     def elementwise(self) -> bool:  # type: ignore[override]
         return self.by_blocks and self.inner.elementwise
 
-    by_matrix = property(attrgetter("inner.by_matrix"))  # type: ignore[assignment]
+    by_matrix = property(attrgetter("inner.by_matrix"))
 
     @property
     def pools(self) -> bool:  # type: ignore[override]

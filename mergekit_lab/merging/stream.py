@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -53,7 +53,8 @@ def _run_job(reader: Reader, names: list[str], survey: Any, dtype: torch.dtype |
     else:
         together = isinstance(method, SpectralMethod) and method.is_matrix(names[0], out[names[0]].shape)
         for part in [names] if together else [[name] for name in names]:
-            with read_stack(reader, part, survey) as (bases, deltas, sites):
+            turn = reader.turn if together else nullcontext()
+            with read_stack(reader, part, survey, turn) as (bases, deltas, sites):
                 if isinstance(method, SpectralMethod) and together:
                     merges = method.merge_matrices(deltas, sites)
                 else:
@@ -113,20 +114,20 @@ def count_members(reader: Reader, name: str) -> int:
 
 @contextmanager
 def read_stack(
-    reader: Reader, names: list[str], survey: Any
+    reader: Reader, names: list[str], survey: Any, turn: AbstractContextManager[Any]
 ) -> Iterator[tuple[list[Tensor], Tensor, list[Site]]]:
     """Same-shaped tensors of one job, found sound: `θ0` in its own dtype, `δ [B, T, *S]` and their sites;
-    and the device's turn to work on them. They are read while it works on others, unless very large."""
+    within the device's `turn` to work on them. They are read while it works on others, unless very large."""
     size = 4 * len(reader.experts) * sum(reader.inputs.base.specs[name].numel for name in names)
     large = size > STACK_BYTES
-    with reader.turn if large else nullcontext():
+    with turn if large else nullcontext():
         bases = [reader.read_base(name) for name in names]
         each = [reader.read_deltas(name, base) for name, base in zip(names, bases, strict=True)]
         deltas = torch.stack(each) if len(each) > 1 else each[0][None]
         del each
         sites = [reader.make_whole_site(name, survey) for name in names]
         reader.settle()
-        with nullcontext() if large else reader.turn:
+        with nullcontext() if large else turn:
             yield bases, deltas, sites
 
 
