@@ -18,8 +18,8 @@ import torch
 import yaml
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint
-from mergekit_lab.checkpoints.plain_files import hash_file, is_hash
 from mergekit_lab.checkpoints.publish import RECORD
+from mergekit_lab.digests import hash_file, is_hash
 
 _HASHED_WHOLE = 32 << 20
 _SAMPLES = 64
@@ -43,10 +43,8 @@ def fingerprint(checkpoint: Checkpoint, label: str | None = None) -> dict[str, A
     """
     files = {}
     for path in checkpoint.files:
-        size, real = path.stat().st_size, path.resolve()
-        if is_hash(real.name):
-            files[path.name] = {"bytes": size, "sha256": real.name}
-        elif size <= _HASHED_WHOLE:
+        size = path.stat().st_size
+        if size <= _HASHED_WHOLE or is_hash(path.resolve().name):
             files[path.name] = {"bytes": size, "sha256": hash_file(path)}
         else:
             files[path.name] = {"bytes": size, "sampled_sha256": _hash_samples(path, size)}

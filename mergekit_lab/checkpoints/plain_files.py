@@ -1,16 +1,10 @@
-"""Files from elsewhere, checked before they are opened: a pipe is never waited for, a pointer never parsed.
-And the hashes that tell them apart.
-"""
+"""Files from elsewhere, checked before they are opened: a pipe is never waited for, a pointer never parsed."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
 import stat
-from collections.abc import Iterable
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -83,35 +77,3 @@ def read_object(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InputError(f"{file} holds a {type(content).__name__}, not an object")
     return content
-
-
-def hash_file(path: Path, remember: bool = False) -> str:
-    """The hexadecimal SHA-256 of a file's bytes.
-
-    Args:
-        remember: read it again in this process only if it has changed since, by its size and time of change; a
-            file of the hub's cache is not read, for its hash is its name.
-    """
-    if remember:
-        if is_hash(name := path.resolve().name):
-            return name
-        status = path.stat()
-        return _remember(path.absolute(), status.st_ino, status.st_size, status.st_mtime_ns)
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def is_hash(name: str) -> bool:
-    """Whether a file's name is a SHA-256, as in the hub's cache."""
-    return re.fullmatch(r"[0-9a-f]{64}", name) is not None
-
-
-def hash_folder(root: Path, files: Iterable[Path]) -> str:
-    """The SHA-256 of files below a folder, by their names there and their bytes, in this order."""
-    lines = [f"{file.relative_to(root)} {hash_file(file, remember=True)}" for file in files]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-@lru_cache(maxsize=256)
-def _remember(path: Path, *status: int) -> str:
-    return hash_file(path)

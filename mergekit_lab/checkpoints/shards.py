@@ -22,7 +22,7 @@ from torch import Tensor
 from mergekit_lab.checkpoints.checkpoint import TensorSpec
 from mergekit_lab.checkpoints.files import DTYPES
 from mergekit_lab.errors import InputError, join_names
-from mergekit_lab.ranges import require_whole
+from mergekit_lab.ranges import Count, check_value
 
 MAX_SHARD_BYTES = 5_000_000_000
 """The size of a file at which the next one begins, as on the hub."""
@@ -53,7 +53,7 @@ def plan_shards(
         max_bytes: tensor data per file, at least 1; a larger tensor has its own file.
         stem: what the files are called.
     """
-    require_whole("max_shard_bytes", max_bytes, 1)
+    check_value(max_bytes, Count, "max_shard_bytes")
     if not specs:
         raise InputError("there is no tensor to write")
     groups: list[dict[str, TensorSpec]] = [{}]

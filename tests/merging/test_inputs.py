@@ -259,8 +259,6 @@ def test_a_string_in_place_of_patterns_is_one_pattern() -> None:
 
 def test_weights_must_fit_the_experts() -> None:
     refuse("2 weights.*for 1 experts", method=WeightAverage(weights=[1, 2]))
-    refuse("weights hold 'a'", method=WeightAverage(weights=["a"]))
-    refuse("weights hold 'a'", method=WeightAverage(weights=[{"w": "a"}]))
     refuse("'svnh',.*'svhn'", method=WeightAverage(weights={"svnh": 1}))
     refuse(
         "lack a number for dtd",
@@ -290,9 +288,12 @@ def test_a_coefficient_that_is_no_number_is_refused(coefficient) -> None:
             method(coefficient=coefficient)
 
 
-@pytest.mark.parametrize("weight", [True, 10**400, "x", None], ids=lambda value: str(value)[:5])
+@pytest.mark.parametrize(
+    "weight", [True, 10**400, "x", None, float("nan"), {"w": "a"}], ids=lambda value: str(value)[:5]
+)
 def test_a_weight_that_is_no_number_is_refused(weight) -> None:
-    refuse("weights hold .*; each must be a number", method=TIES(weights=[weight]))
+    with pytest.raises(InputError, match=r"weights is .*; it must be"):
+        TIES(weights=[weight])
 
 
 def test_an_inner_method_is_one() -> None:
@@ -399,7 +400,6 @@ def test_a_fisher_that_is_none_is_named_with_its_expert(method, value: float, fa
 
 
 def test_numbers_that_are_not_finite_are_refused_before_any_work() -> None:
-    refuse(r"weights is \[nan\]", method=WeightAverage(weights=[float("nan")]))
     refuse("0, and not all", method=EpiMer(weights=[-1.0]), fishers=[make_state()])
     refuse("brought to one scale", method=EpiMer(normalize="trace"), fishers=[make_state()])
 

@@ -29,7 +29,7 @@ from mergekit_lab.commands.recipes.methods import (
 )
 from mergekit_lab.commands.recipes.parameters import LayerSlice, RecipeParameters
 from mergekit_lab.errors import InputError, abbreviate, join_names, suggest
-from mergekit_lab.ranges import require, require_whole
+from mergekit_lab.ranges import Count, check_value, require
 
 _TOP = {
     *("merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype"),
@@ -372,7 +372,7 @@ class RecipeReader:
             columns: what the base and each expert are in every slice.
         """
         multiple = self.tokenizer.get("pad_to_multiple_of") or 1
-        require_whole("pad_to_multiple_of", multiple, 1)
+        check_value(multiple, Count, "pad_to_multiple_of")
         positions: dict[str, int] = {}
         for position, column in enumerate(columns):
             names = {source.name if source else None for source in column}
