@@ -136,7 +136,7 @@ def _choose_vocabulary(
         same = base.list_entries({name: name for name in names})
         views = tuple(View(expert, {**expert.list_entries(), **same}) for expert in experts)
         note = f"{join_names(names)}: left out of the merge, the base's own"
-        return Reconciled(base, views, tuple(names), notes=(note,), side=partial(_blank_side, base, names))
+        return Reconciled(base, views, tuple(names), notes=(note,), side=partial(_clear_side, base, names))
     if changes and None in tokens:
         unread = [c.label for c, own in zip(models.every, tokens, strict=True) if own is None]
         raise InputError(
@@ -166,7 +166,7 @@ def _refuse_contradictions(
                 )
 
 
-def _blank_side(base: Checkpoint, names: Sequence[str], position: int, side: Checkpoint) -> Checkpoint:
+def _clear_side(base: Checkpoint, names: Sequence[str], position: int, side: Checkpoint) -> Checkpoint:
     specs = {n: TensorSpec(base.specs[n].shape, side.specs[n].dtype) for n in names if n in side}
     blank = {n: Entry(s, partial(torch.zeros, s.shape, dtype=s.dtype)) for n, s in specs.items()}
     return View(side, {**side.list_entries(), **blank})
