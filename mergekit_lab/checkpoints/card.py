@@ -109,8 +109,8 @@ class Card:
 
     def make_files(self) -> dict[str, Path | str]:
         """`README.md` and `mergekit_lab.json`, to be written."""
-        record = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {"README.md": self.format_text(), RECORD: json.dumps(record, indent=1, default=str) + "\n"}
+        record = json.dumps(vars(self), indent=1, default=str) + "\n"
+        return {"README.md": self.format_text(), RECORD: record}
 
     def format_text(self) -> str:
         """The README of the merged folder, with the metadata that the hub reads."""

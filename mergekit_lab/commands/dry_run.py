@@ -87,13 +87,15 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format
     stored = _plan_factors(prepared, merged) if factored else specs  # an adapter takes less
     shards = (_try(result, plan_shards, stored, limit, stem) or []) if stored else []
     written = sum(shard.nbytes for shard in shards)
+    if out is not None:
+        _try(result, check_room, out, written)
     result.add_section(
         "Result",
         [
             f"{len(stored)} tensors in {len(shards)} files, {say_bytes(written)} of disk",
             f"{len(merged)} tensors are merged by {type(prepared.method).__name__}, {kept} stay the base's",
             *explain_shapes(prepared.method, {n: s.shape for n, s in prepared.base.specs.items()}, set(merged)),
-            _describe_room(out, written, result),
+            f"{say_bytes(count_free_bytes(out))} of disk are free at {out}" if out else "no out=… is set",
         ],
     )
     result.add_section(
@@ -147,13 +149,6 @@ def _list_merged(prepared: Prepared, result: Report) -> list[str]:
     if selected is not None:
         _try(result, prepared.method.check_tensors, selected)
     return list(selected or ())
-
-
-def _describe_room(out: Path | None, written: int, result: Report) -> str:
-    if out is None:
-        return "no out=… is set"
-    _try(result, check_room, out, written)
-    return f"{say_bytes(count_free_bytes(out))} of disk are free at {out}"
 
 
 _FIXED = 4 << 20
