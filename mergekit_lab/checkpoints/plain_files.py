@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +78,12 @@ def read_object(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InputError(f"{file} holds a {type(content).__name__}, not an object")
     return content
+
+
+def flatten(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """What nested mappings hold, by the keys that lead there, joined by dots; an empty mapping stays one."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        nested = isinstance(value, Mapping) and value
+        flat |= flatten(value, f"{before}{key}.") if nested else {f"{before}{key}": value}
+    return flat
