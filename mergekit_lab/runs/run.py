@@ -131,7 +131,7 @@ class Run:
         self._compiled: nn.Module | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _remake, (pickle.dumps((self.plain, self.folder, dict(self.choices))),)
+        return _make_in_worker, (pickle.dumps((self.plain, self.folder, dict(self.choices))),)
 
     def _build(self, node: DictConfig, kind: type) -> Any:
         """What a node makes, shared, with the store to keep things in if it wants one."""
@@ -388,9 +388,8 @@ class Run:
 
 
 @lru_cache(maxsize=1)
-def _remake(content: bytes) -> Run:
-    """In a worker: the run, with the objects that an earlier job of the same run left; trackers do not hear of
-    it."""
+def _make_in_worker(content: bytes) -> Run:
+    """The run, with the objects that an earlier job of the same run left. Trackers do not hear of it."""
     logging.basicConfig(format=f"{_ERASE if sys.stdout.isatty() else ''}%(message)s", stream=sys.stdout)
     plain, folder, choices = pickle.loads(content)
     run = Run(OmegaConf.create(plain), folder, choices)

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.workers import Pool, import_ahead
 
-if TYPE_CHECKING:
-    from mergekit_lab.runs.run import Run
-
 log = logging.getLogger(__name__)
 
 
 def spread(
-    pool: Pool, run: Run, stage: Callable[[Run], None], units: Sequence[str], *, progress: bool
+    pool: Pool, run: Any, stage: Callable[[Any], None], units: Sequence[str], *, progress: bool
 ) -> set[str]:
-    """Run a stage of a run for each unit in a worker process.
+    """Run a stage of a `Run` for each unit in a worker process.
 
     Returns:
         The keys of what was made.
@@ -44,7 +41,7 @@ def spread(
     return set().union(*(outcome.value for outcome in outcomes))
 
 
-def _work_in_process(run: Run, stage: Callable[[Run], None], unit: str) -> set[str]:
+def _work_in_process(run: Any, stage: Callable[[Any], None], unit: str) -> set[str]:
     """In a worker: a stage for one unit."""
     logging.getLogger("mergekit_lab").setLevel(logging.INFO)
     run.made.clear()
