@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Literal
 
@@ -19,15 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from mergekit_lab.backbones.classification import Crops, ImageObjective, check_crop
+from mergekit_lab.backbones.classification import Crops, ImageEncoder, ImageObjective
 from mergekit_lab.backbones.clip_layouts import as_image_tower, from_transformers, is_transformers
 from mergekit_lab.backbones.clip_weights import PIXELS, ClipWeights, is_quick_gelu, register_architecture
 from mergekit_lab.backbones.heads import find_head, make_linear_probe_head, make_prototype_head
-from mergekit_lab.backbones.image_encoder import ImageEncoder
 from mergekit_lab.backbones.objective import Backbone
 from mergekit_lab.checkpoints import Checkpoint, open_checkpoint
 from mergekit_lab.errors import InputError, say_error
-from mergekit_lab.ranges import check_settings
+from mergekit_lab.ranges import check_settings, require
 from mergekit_lab.tasks import ImageTask, Keeper, Task
 
 _HEADS: dict[str, Any] = {"prototype": make_prototype_head, "linear_probe": make_linear_probe_head}
@@ -73,11 +72,8 @@ class OpenClip(Backbone):
 
     def __post_init__(self) -> None:
         check_settings(OpenClip, vars(self), "backbone.{}")
-        check_crop(self.crop)
-
-    def with_keeper(self, keep: Keeper) -> OpenClip:
-        """A copy of the backbone whose heads `keep` holds."""
-        return replace(self, keep=keep)
+        is_range = self.crop is None or (len(self.crop) == 2 and 0 < self.crop[0] <= self.crop[1] <= 1)
+        require(is_range, "backbone.crop", self.crop, "two shares of the area, 0 < from ≤ to ≤ 1")
 
     def make_model(self) -> ImageEncoder:
         """A fresh copy of the pretrained image tower, float32, evaluation mode, all parameters trainable."""

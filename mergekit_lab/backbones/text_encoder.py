@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mergekit_lab.backbones.attention import leave_out_cudnn
+from mergekit_lab.backbones.classification import Classifier
 from mergekit_lab.backbones.heads import find_head, make_prototypes
 from mergekit_lab.backbones.language import count_positions, load_model, load_tokenizer, write_companions
 from mergekit_lab.backbones.objective import Backbone, find_device
@@ -79,10 +80,6 @@ class TextEncoder(Backbone):
 
     def __post_init__(self) -> None:
         check_settings(TextEncoder, vars(self), "backbone.{}")
-
-    def with_keeper(self, keep: Keeper) -> TextEncoder:
-        """A copy of the backbone whose heads `keep` holds."""
-        return replace(self, keep=keep)
 
     def make_model(self) -> nn.Module:
         """A fresh copy in float32, in evaluation mode. All parameters train except a pooler, which nothing
@@ -174,16 +171,13 @@ class EncoderObjective(ScoredText):
 
     Attributes:
         head: float32 `[C, D]`.
-        truncated: number of texts that were cut, by part.
     """
 
     head: Tensor
 
     def __init__(self, task: TextTask, tokenizer: Any, encoder: TextEncoder) -> None:
-        super().__init__(task)
-        self.tokenizer = tokenizer
+        super().__init__(task, tokenizer)
         self.encoder = encoder
-        self.truncated: dict[Part, int] = {}
         self._tokens: dict[Part, list[Tensor]] = {}
         self.register_buffer("head", torch.empty(0), persistent=False)
 
@@ -197,7 +191,6 @@ class EncoderObjective(ScoredText):
                     f"task {self.task.name!r}: texts of {part} take up to {longest} tokens, and this encoder "
                     f"has {limit} positions: lower backbone.max_length"
                 )
-            self.truncated[part] = cut
             if cut:
                 log.info(
                     "%s, %s: %d of %d texts were cut to %d tokens",
@@ -208,13 +201,10 @@ class EncoderObjective(ScoredText):
 
     def read_texts(self, texts: Iterable[str]) -> tuple[list[Tensor], int]:
         """Tokens of each text, int64 `[L]`, and how many texts were cut."""
-        rows, cut, most = [], 0, self.encoder.max_length
-        for text in texts:
-            ids = self.tokenizer(text, verbose=False).input_ids
-            if len(ids) > most:
-                ids, cut = self.tokenizer(text, truncation=True, max_length=most).input_ids, cut + 1
-            rows.append(torch.tensor(ids, dtype=torch.int64))
-        return rows, cut
+        most, shown = self.encoder.max_length, list(texts)
+        whole = self.tokenizer(shown, verbose=False).input_ids
+        rows = self.tokenizer(shown, truncation=True, max_length=most).input_ids
+        return [torch.tensor(ids, dtype=torch.int64) for ids in rows], sum(len(ids) > most for ids in whole)
 
     def list_labels(self, part: Part, index: Tensor) -> Tensor:
         """Indices of the answers among the choices, int64 `[N]`."""
@@ -227,7 +217,7 @@ class EncoderObjective(ScoredText):
 
     def make_batch(self, part: Part, index: Tensor) -> Batch:
         rows = self.tokenize(part)
-        tokens, mask = pad_rows([rows[i] for i in index.tolist()], int(self.tokenizer.pad_token_id))
+        tokens, mask = pad_rows([rows[i] for i in index.tolist()], self._pad)
         return {"input_ids": tokens, "attention_mask": mask, "labels": self.list_labels(part, index)}
 
     @property
@@ -240,7 +230,7 @@ class EncoderObjective(ScoredText):
         room = round_up(length)
         extra = min(room, _count_positions(self.encoder.source) or room) - length
         return batch | {
-            "input_ids": functional.pad(batch["input_ids"], (0, extra), value=int(self.tokenizer.pad_token_id)),
+            "input_ids": functional.pad(batch["input_ids"], (0, extra), value=self._pad),
             "attention_mask": functional.pad(batch["attention_mask"], (0, extra)),
         }
 
@@ -248,7 +238,7 @@ class EncoderObjective(ScoredText):
         return len(batch["labels"])
 
     def compute_loss(self, model: nn.Module, batch: Any, *, label_smoothing: float = 0.0) -> Tensor:
-        logits = TextClassifier(model, self.head)(batch["input_ids"], batch["attention_mask"])
+        logits = embed_tokens(model, batch["input_ids"], batch["attention_mask"]) @ self.head.T
         return functional.cross_entropy(
             logits, batch["labels"], reduction="sum", label_smoothing=label_smoothing
         )
@@ -268,7 +258,7 @@ class EncoderObjective(ScoredText):
         embeddings = []
         with torch.autocast(device.type, torch.bfloat16, enabled=self.encoder.precision == "bfloat16"):
             for start in range(0, len(rows), size):
-                tokens, mask = pad_rows(rows[start : start + size], int(self.tokenizer.pad_token_id), device)
+                tokens, mask = pad_rows(rows[start : start + size], self._pad, device)
                 embeddings.append(embed_tokens(model, tokens, mask))
         return torch.cat(embeddings)
 
@@ -286,17 +276,12 @@ def _count_positions(source: str) -> int | None:
     return limit if limit is None or padding is None else limit - padding - 1
 
 
-class TextClassifier(nn.Module):
-    """An encoder with a frozen head: returns logits `[N, C]`. The head is not in `state_dict`."""
+class TextClassifier(Classifier):
+    """An encoder of texts with a frozen head: returns logits `[N, C]`."""
 
-    head: Tensor
-
-    def __init__(self, encoder: nn.Module, head: Tensor) -> None:
-        super().__init__()
-        self.encoder = encoder
-        self.register_buffer("head", head, persistent=False)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None
+    ) -> Tensor:
         """Compute logits. `labels` are accepted, as by models of transformers, and ignored."""
         return embed_tokens(self.encoder, input_ids, attention_mask) @ self.head.T
 

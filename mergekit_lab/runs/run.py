@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -139,8 +140,8 @@ class Run:
         if name not in self._shared:
             self._shared[name] = build(node, kind)
         built = self._shared[name]
-        if hasattr(built, "with_keeper"):
-            return built.with_keeper(StoreKeeper(self.store, self.cfg.images_limit_gb, self.device))
+        if getattr(built, "keep", "") is None:
+            return replace(built, keep=StoreKeeper(self.store, self.cfg.images_limit_gb, self.device))
         return built
 
     def _check(self) -> None:

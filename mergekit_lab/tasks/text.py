@@ -109,20 +109,13 @@ class TextTask(Task):
         for part in PARTS:
             samples = self.load_samples(part)
             digest.update(repr((part, samples.prompts, samples.answers)).encode("utf-8", "surrogatepass"))
-        self._tell_of_shared_prompts()
-        return digest.hexdigest()
-
-    def _tell_of_shared_prompts(self) -> None:
-        """A score on samples that were trained on, or chosen by, says little."""
-        prompts = {part: self.load_samples(part).prompts for part in PARTS}
-        for one, other in combinations(PARTS, 2):
-            known = set(prompts[one])
-            shared = sum(prompt in known for prompt in prompts[other])
-            if shared:
+        for one, other in combinations(PARTS, 2):  # a score on what was trained on, or chosen by, says little
+            known, prompts = set(self.load_samples(one).prompts), self.load_samples(other).prompts
+            if shared := sum(prompt in known for prompt in prompts):
                 log.warning(
-                    "%s: %d of %d prompts of %s are in %s too",
-                    self.name, shared, len(prompts[other]), other, one,
-                )  # fmt: skip
+                    "%s: %d of %d prompts of %s are in %s too", self.name, shared, len(prompts), other, one
+                )
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True)
