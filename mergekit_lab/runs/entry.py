@@ -179,7 +179,7 @@ def _track(run: Run, job: str) -> Iterator[None]:
         group=run.choices.get("experiment") or run.plain["suite"]["name"],
         job_type=job,
         identity=make_key({"job": job, "configuration": deciding}),
-        tags=[run.choices.get("backbone", ""), run.optimizer_name, *mergers],
+        tags=[run.choices.get("backbone", ""), run.name_optimizer(), *mergers],
     )
     run.tracker.start(start)
     try:

@@ -120,7 +120,7 @@ def _record(
         backbone=run.choices["backbone"],
         suite=run.plain["suite"]["name"],
         finetuning=run.choices["finetuning"],
-        optimizer=run.optimizer_name,
+        optimizer=run.name_optimizer(),
         kind=model.kind,
         merger=model.merger.label if model.merger else None,
         model=model.name,

@@ -128,7 +128,6 @@ class Run:
         self._objectives: dict[str, Objective] = {}
         self.moved: dict[HeldKey, State] = {}
         """Files of artifacts that stay on the device for the next merge, and the base, of no file."""
-        self._pool: Pool | None = None
         self._compiled: nn.Module | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -183,20 +182,25 @@ class Run:
             vars(run).update(built)
         return run
 
-    @property
-    def optimizer_name(self) -> str:
-        """What records call the optimizer: its option, its base unless AdamW, and those of single tasks."""
+    def name_optimizer(self, task: str | None = None) -> str:
+        """What records call a task's optimizer, if it has its own; else the run's: its option, its base unless
+        AdamW, and those of single tasks."""
+        own = {t: self.choices.get(f"optimizer@optimizer_of.{t}", "other") for t in self.cfg.optimizer_of}
+        if task in own:
+            return own[task]
         base = self.choices.get("optimizer@optimizer.base", "adamw")
         name = self.choices["optimizer"] + (f" over {base}" if base != "adamw" else "")
-        return ", ".join([name, *(f"{self._name_optimizer(task)} {task}" for task in self.cfg.optimizer_of)])
-
-    def _name_optimizer(self, task: str) -> str:
-        return self.choices.get(f"optimizer@optimizer_of.{task}", "other")
+        return ", ".join([name, *(f"{option} {each}" for each, option in own.items())])
 
     @property
     def processes(self) -> int:
         """How many processes train one expert together."""
         return self.trainer.processes or len(self.devices)
+
+    @cached_property
+    def pool(self) -> Pool:
+        """Worker processes, one a device."""
+        return Pool(self.devices)
 
     @cached_property
     def base_content(self) -> dict[str, Any]:
@@ -316,7 +320,7 @@ class Run:
             title: of a bar; None: their makers show their own.
         """
         if stage is not None and len(self.devices) > 1:
-            self._spread(stage, nodes)
+            spread(self, stage, nodes)
         mine = [node for node in nodes if self.is_mine(node.unit)]
         for node in mine if title is None else self.track(mine, title):
             artifact = self.obtain(node)
@@ -333,16 +337,7 @@ class Run:
     def _log_product(self, node: Node, artifact: Artifact) -> None:
         """Tell the tracker of an artifact, and of those it was made of that it knows."""
         inputs = tuple(filter(None, (self._logged.get(each.name) for each in node.needs)))
-        unit = node.unit or ""
-        optimizer = self._name_optimizer(unit) if unit in self.cfg.optimizer_of else self.optimizer_name
-        settings = {
-            "backbone": self.choices.get("backbone"),
-            "suite": self.plain["suite"]["name"],
-            "finetuning": self.choices.get("finetuning"),
-            "optimizer": "imported" if self.cfg.experts else optimizer,
-            "seed": self.seed,
-        }
-        product = node.describe_product(artifact, inputs, settings)
+        product = node.describe_product(self, artifact, inputs)
         self._logged[node.name] = product.reference
         self.tracker.log_product(product)
 
@@ -359,23 +354,11 @@ class Run:
         finally:
             self.only = before
 
-    def _spread(self, stage: Callable[[Run], None], nodes: Sequence[Node]) -> None:
-        """Make missing nodes in worker processes. A single unit is left to this one."""
-        missing = [node.unit for node in nodes if node.unit and self.is_mine(node.unit) and not self.find(node)]
-        units = sorted(dict.fromkeys(missing), key=lambda unit: unit != "+joint")  # which takes longest
-        if len(units) < 2:
-            return
-        if self._pool is None:
-            self._pool = Pool(self.devices)
-        device = "cuda:0" if self.device.type == "cuda" else "cpu"
-        run = self.vary({"device": device, "progress": False})
-        self.made |= spread(self._pool, run, stage, units, progress=self.plain["progress"])
-
     def close(self) -> None:
         """End the processes on other devices."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        if "pool" in vars(self):
+            self.pool.close()
+            del self.pool
 
     @contextmanager
     def time_stage(self, stage: str) -> Iterator[None]:
