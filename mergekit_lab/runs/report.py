@@ -136,7 +136,7 @@ def _record(
         peak_memory_bytes=artifact.info["peak_memory_bytes"],
         model_key=model.find_key(run),
         evaluation_key=artifact.key,
-        reused=artifact.key not in run.made,
+        reused=artifact.key not in run.new_keys,
         reads_test_inputs=reads_test_inputs(model.merger) if model.merger else None,
         chosen=say_fields(model.merger.content, read_fields(run, model.merger)) if model.merger else None,
         **_read_cost(run, model),

@@ -18,18 +18,18 @@ from omegaconf import DictConfig, OmegaConf
 from rich.progress import track
 from torch import Tensor, nn
 
-from mergekit_lab.backbones import Backbone, LanguageModel, Objective, Parametrization
+from mergekit_lab.backbones import Backbone, Objective, Parametrization
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.compiled import compile_model
 from mergekit_lab.digests import Version
-from mergekit_lab.errors import InputError, suggest
+from mergekit_lab.errors import InputError
 from mergekit_lab.memory import read_free_memory, read_total_memory
 from mergekit_lab.merging import resolve_device
 from mergekit_lab.merging.devices import parse_devices
 from mergekit_lab.merging.flat import send_whole
 from mergekit_lab.paths import find_default_store
 from mergekit_lab.reporting import Timing, Tracker
-from mergekit_lab.runs.checks import check_mergers, check_scoring, check_shares, check_task_names
+from mergekit_lab.runs.checks import check_tasks, check_units
 from mergekit_lab.runs.given_up import give_up, read_reason
 from mergekit_lab.runs.keeper import StoreKeeper
 from mergekit_lab.runs.mergers import build_mergers
@@ -105,20 +105,17 @@ class Run:
         named = list(plain["experts"]) if isinstance(plain["experts"], dict) else []
         self.experts: list[str] = [] if self.models else self.learned or named
         """Names of the experts: their tasks', or given ones where nothing is learned."""
-        self._check()
+        check_tasks(self)
         mergers = dict(cfg.mergers)
         if cfg.merger is not None:
             mergers = {choices.get("merger") or "merger": cfg.merger}
         self.mergers = build_mergers(mergers, self.search, self.experts)
         self.only: list[str] | None = plain["only"]
-        check_mergers(self.mergers, learns=bool(self.learned), has_harness=self.has_harness)
-        units = [*dict.fromkeys([*self.experts, *self.tasks]), *self.mergers, "+joint"]
-        for name in self.only or ():
-            if name not in units:
-                raise InputError(f"only names {name!r}{suggest(name, units)}")
+        check_units(self)
         self.tracker = build(cfg.logger, Tracker)
         self.timings: dict[str, Timing] = {}
-        self.made: set[str] = set()
+        self.new_keys: set[str] = set()
+        """Of artifacts that this run made, in this process or in a worker."""
         self.arguments: Sequence[str] = ()
         """Overrides, as on the command line."""
         self.nodes: dict[Any, Node] = {}
@@ -143,26 +140,6 @@ class Run:
             return replace(built, keep=StoreKeeper(self.store, self.cfg.images_limit_gb, self.device))
         return built
 
-    def _check(self) -> None:
-        if not self.tasks:
-            raise InputError("the suite has no tasks")
-        check_scoring(self.cfg, self.learned)
-        if self.has_harness and not isinstance(self.backbone, LanguageModel):
-            raise InputError(
-                "lm-evaluation-harness asks models that continue a text, and this backbone is a "
-                f"{type(self.backbone).__name__}: set backbone=hf_causal, or hf_seq2seq for encoder-decoders"
-            )
-        for task in self.tasks.values():
-            self.backbone.check(task)
-        check_task_names(list(self.tasks), self.cfg.optimizer_of, self.training.epochs_of or {})
-        check_shares(
-            self.training,
-            self.trainer.strategy,
-            self.processes,
-            len(self.learned) if self.cfg.joint else 1,
-            bool(self.plain["backbone"].get("packing")),
-        )
-
     def open_backbone(self, source: str) -> Backbone:
         """The run's backbone with the weights of another checkpoint, which may be of another architecture."""
         node: Any = OmegaConf.merge(self.cfg.backbone, {find_weights_key(self.cfg.backbone): source})
@@ -176,7 +153,7 @@ class Run:
         """
         cfg: Any = OmegaConf.merge(self.cfg, changes)
         run = Run(cfg, self.folder, self.choices, self._shared)
-        run.tracker, run.made, run._counts, run.only = Tracker(), self.made, self._counts, self.only
+        run.tracker, run.new_keys, run._counts, run.only = Tracker(), self.new_keys, self._counts, self.only
         if not changes.keys() & {"backbone", "finetuning", "device"}:
             built = {name: value for name, value in vars(self).items() if name in ("model", "base_state")}
             vars(run).update(built)
@@ -303,10 +280,9 @@ class Run:
                 give_up(node.name, f"{node.label} ({node.kind} {node.key}) could not be made in {self.folder}, "
                         f"once for all jobs of this sweep that need it: {error}")  # fmt: skip
             raise
-        made = not artifact.reused or artifact.key in self.made
-        self._counts["computed" if made else "reused"] += 1
         if not artifact.reused:
-            self.made.add(artifact.key)
+            self.new_keys.add(artifact.key)
+        self._counts["computed" if artifact.key in self.new_keys else "reused"] += 1
         self._log_product(node, artifact)
         return artifact
 
@@ -326,7 +302,7 @@ class Run:
             artifact = self.obtain(node)
             for step, point in enumerate(node.list_points(artifact)):
                 self.tracker.log({f"{node.unit}/{name}": value for name, value in point.items()}, step)
-            worker_said = artifact.reused and artifact.key in self.made
+            worker_said = artifact.reused and artifact.key in self.new_keys
             if node.say is not None and not worker_said:
                 log.info("%s", node.say(artifact))
 

@@ -40,13 +40,13 @@ def spread(run: Any, stage: Callable[[Any], None], nodes: Sequence[Node]) -> Non
     if failed:
         message = "; ".join(f"{unit}: {outcome.error}" for unit, outcome in failed.items())
         raise (InputError if all(o.mistake for o in failed.values()) else RuntimeError)(message)
-    run.made.update(*(outcome.value for outcome in outcomes))
+    run.new_keys.update(*(outcome.value for outcome in outcomes))
 
 
 def _work_in_process(run: Any, stage: Callable[[Any], None], unit: str) -> set[str]:
     """In a worker: a stage for one unit."""
     logging.getLogger("mergekit_lab").setLevel(logging.INFO)
-    run.made.clear()
+    run.new_keys.clear()
     with run.work_on([unit]):
         stage(run)
-    return set(run.made)
+    return set(run.new_keys)
