@@ -162,11 +162,6 @@ def choose_pairs(run: Run, pairs: list[list[str]] | None, *, default: int | None
     return chosen
 
 
-def add_planes(planes: Iterable[Sequence[Sequence[float]]]) -> list[list[float]]:
-    """The sum of values over the same two coefficients."""
-    return [[sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*planes, strict=True)]
-
-
 def make_grid(low: float, high: float, points: int) -> list[float]:
     """`points` equidistant values from `low` to `high`.
 
