@@ -148,7 +148,8 @@ class _Worker:
     def receive(self) -> Outcome | str:
         """What became of what was sent; or of the process, if it died."""
         try:
-            return Outcome(*self.channel.recv(), self.device)
+            answer: tuple[Any, str | None, bool, float] = self.channel.recv()
+            return Outcome(*answer, self.device)
         except (EOFError, OSError):
             self.process.join()
         code = self.process.exitcode

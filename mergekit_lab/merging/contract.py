@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
+import numpy
 from torch import Tensor
 
 from mergekit_lab.errors import InputError, join_names, suggest
@@ -170,9 +171,16 @@ class Method:
         cls._check_values(settings)
         return super().__new__(cls)
 
+    def __post_init__(self) -> None:
+        """Keep numpy's numbers as Python's. Extend it by `super()`."""
+        for name, value in vars(self).items():
+            if isinstance(value, numpy.generic):
+                object.__setattr__(self, name, value.item())
+
     @classmethod
     def _check_values(cls, settings: Mapping[str, Any]) -> None:
-        check_settings(cls, settings)
+        plain = {n: v.item() if isinstance(v, numpy.generic) else v for n, v in settings.items()}
+        check_settings(cls, plain)
         weights = settings.get("weights")
         require(weights is None or not cls.without_weights, "weights", weights, f"None: {cls.without_weights}")
 

@@ -296,7 +296,7 @@ class HubImages(ImageTask):
         return set(map(bytes, self._indices[where].digests[chosen]))
 
     @cached_property
-    def _made(self) -> dict[str, Any]:  # type: ignore[override]
+    def _made(self) -> dict[str, Any]:
         """Of this task alone: an equal one reads the files again."""
         return {}
 

@@ -3,6 +3,7 @@
 import weakref
 from dataclasses import dataclass
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -144,6 +145,16 @@ FIRST = derive(Method, {"density": float}, kw_only=False, density=0.5)
 def test_a_class_of_ones_own_is_checked_however_its_settings_are_set(own, options, match: str) -> None:
     with pytest.raises(InputError, match=match):
         own(**options).check(["a", "b", "c"])
+
+
+def test_numbers_of_numpy_are_pythons() -> None:
+    method = DARE(density=numpy.float32(0.5), seed=numpy.int64(3), inner=TIES(density=numpy.float16(0.5)))
+    assert repr(method) == repr(DARE(density=0.5, seed=3, inner=TIES(density=0.5)))
+    for wrong, match in ((numpy.float32(2), r"density is 2.0; .*\(0, 1\]"), (numpy.True_, "density is True")):
+        with pytest.raises(InputError, match=match):
+            DARE(density=wrong)
+    with pytest.raises(InputError, match=r"seed is 3\.0; it must be a whole number"):
+        DARE(density=0.5, seed=numpy.float32(3))
 
 
 def test_a_class_of_ones_own_may_take_more_than_its_parent() -> None:
