@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from mergekit_lab.errors import InputError
 from mergekit_lab.runs.nodes import Node
 from mergekit_lab.workers import import_ahead
@@ -30,17 +28,13 @@ def spread(run: Any, stage: Callable[[Any], None], nodes: Sequence[Node]) -> Non
     theirs = run.vary({"device": "cuda:0" if run.device.type == "cuda" else "cpu", "progress": False})
     import_ahead([stage.__module__])
     log.info("%s on %d devices, a process each", ", ".join(units), len(run.devices))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, transient=True, disable=not run.cfg.progress) as bar:
-        name = stage.__name__.removeprefix("stage_").replace("_", " ")
-        task = bar.add_task(name, total=len(units))
-        jobs = [(theirs, stage, unit) for unit in units]
-        outcomes = run.pool.map(_work_in_process, jobs, lambda number, outcome: bar.advance(task))
-    failed = {unit: o for unit, o in zip(units, outcomes, strict=True) if o.error is not None}
-    if failed:
-        message = "; ".join(f"{unit}: {outcome.error}" for unit, outcome in failed.items())
-        raise (InputError if all(o.mistake for o in failed.values()) else RuntimeError)(message)
-    run.new_keys.update(*(outcome.value for outcome in outcomes))
+    jobs = [(theirs, stage, unit) for unit in units]
+    title = stage.__name__.removeprefix("stage_").replace("_", " ")
+    outcomes = sorted(run.track(run.pool.run(_work_in_process, jobs), title, len(jobs)))
+    if failed := [(units[number], outcome) for number, outcome in outcomes if outcome.error is not None]:
+        message = "; ".join(f"{unit}: {outcome.error}" for unit, outcome in failed)
+        raise (InputError if all(outcome.mistake for _, outcome in failed) else RuntimeError)(message)
+    run.new_keys.update(*(outcome.value for _, outcome in outcomes))
 
 
 def _work_in_process(run: Any, stage: Callable[[Any], None], unit: str) -> set[str]:

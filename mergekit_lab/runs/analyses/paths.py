@@ -21,6 +21,7 @@ from mergekit_lab.runs.analyses.contract import (
     Drawing,
     OnSamples,
     check_tasks,
+    choose_merger,
     choose_pairs,
     compute_each,
     describe_scores,
@@ -96,12 +97,8 @@ class LossBarrier(OnSamples):
     points: int = 11
 
     def _find_label(self, run: Run) -> str:
-        if not run.mergers:
-            raise InputError("a loss barrier starts at a merged model: set merger=NAME")
-        label = self.merger or next(iter(run.mergers))
-        if label not in run.mergers:
-            raise InputError(f"analysis.merger is {label!r}; this run has {', '.join(run.mergers)}")
-        return label
+        lacking = "a loss barrier starts at a merged model: set merger=NAME"
+        return choose_merger(run.mergers, self.merger, lacking).label
 
     def list_needs(self, run: Run) -> tuple[Node, ...]:
         return (*super().list_needs(run), declare_merged(run, self._find_label(run)))
