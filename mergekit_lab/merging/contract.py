@@ -21,10 +21,6 @@ from mergekit_lab.errors import InputError, abbreviate, join_names, suggest
 from mergekit_lab.ranges import FLOAT32_MAX, check_settings, require
 
 
-def _ignore_note(key: str, value: object) -> None:
-    pass
-
-
 class Segment(NamedTuple):
     """A flat range of a tensor."""
 
@@ -56,7 +52,7 @@ class Site:
     side: Mapping[str, Tensor] = field(default_factory=dict)
     survey: Any = None
     tensor: Any = None
-    note: Callable[[str, object], None] = _ignore_note
+    note: Callable[[str, object], None] = lambda key, value: None
     unit: bool = False
     transposed: bool = False
 

@@ -47,10 +47,6 @@ class MatrixBasis:
     right: Tensor | None = None
     scales: Tensor | None = None
 
-    @property
-    def lifting(self) -> Tensor:
-        return self.left if self.scales is None else self.left * self.scales
-
     def project(self, change: LowRankChange | Tensor) -> Tensor:
         """The coordinates of a change, `[k, l]`."""
         left = self.left if self.scales is None else self.left / self.scales
@@ -63,7 +59,8 @@ class MatrixBasis:
     def lift(self, coordinates: Tensor) -> LowRankChange:
         """The change that has these coordinates, `[k, l]`."""
         wide = coordinates.to(self.left)
-        return LowRankChange(self.lifting, wide if self.right is None else wide @ self.right.mT)
+        left = self.left if self.scales is None else self.left * self.scales
+        return LowRankChange(left, wide if self.right is None else wide @ self.right.mT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +101,7 @@ class LeftDirections:
 
     def find(self) -> tuple[Tensor, Tensor]:
         """Their left singular vectors `[m, k]` and singular values `[k]`, `k` the smaller side; once."""
-        if self._rows is None:
-            raise ValueError("no matrices")
+        assert self._rows is not None
         rows, self._rows = self._rows, None
         return solve_one(rows.mT, len(rows), overwrite=True)[:2]
 
