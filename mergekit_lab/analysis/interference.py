@@ -258,14 +258,9 @@ def _refuse_fisher(weights: list[Tensor], inputs: Inputs, fishers: Mapping[str, 
 
 def _measure_spectra(base: Tensor, tensors: list[Tensor], norms: Tensor, rank: int, seed: int) -> Spectra:
     k = max(1, min(rank, min(base.shape) // len(tensors)))
-    lefts, rights, values = [], [], []
-    for tensor in tensors:
-        u, s, v = _find_leading(tensor.to(base.device).float() - base, k, seed)
-        lefts.append(u)
-        rights.append(v)
-        values.append(s.double().cpu())
-    left, right, sigma = torch.stack(lefts), torch.stack(rights), torch.stack(values)
-    squares = norms.square()
+    triplets = [_find_leading(tensor.to(base.device).float() - base, k, seed) for tensor in tensors]
+    left, sigma, right = map(torch.stack, zip(*triplets, strict=True))
+    sigma, squares = sigma.double().cpu(), norms.square()
     alike = [torch.einsum("imk,jml->ijkl", x, x).square().sum(dim=(2, 3)) / k for x in (left, right)]
     return Spectra(
         rank=k,

@@ -152,6 +152,8 @@ class Method:
     """Whether it makes a model per task, as `merge_factors` stores them. `merge` returns one for all tasks."""
     default_weight: ClassVar[float] = 1.0
     """`λ_t` where `weights` is None."""
+    signed: ClassVar[bool] = True
+    """Whether weights may be negative, or all 0."""
     fewest: ClassVar[int] = 1
     most: ClassVar[int | None] = None
     """How many experts it takes; None: any number."""
@@ -216,6 +218,8 @@ class Method:
             for value in values
         ]
         require(all(map(is_finite, numbers)), "weights", self.weights, "finite in float32")
+        fit = self.signed or min(numbers) >= 0 < max(numbers)
+        require(fit, "weights", self.weights, "at least 0, and not all 0")
         return numbers
 
     def _check_number(self, experts: int) -> None:

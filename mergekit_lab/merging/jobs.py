@@ -38,7 +38,7 @@ def plan_jobs(reader: Reader) -> list[list[str]]:
                 others.append(name)
         stacks = []
         for members in groups.values():
-            step = max(1, STACK_BYTES // (4 * len(reader.experts) * max(1, specs[members[0]].numel)))
+            step = count_members(reader, specs[members[0]].numel)
             stacks += [members[start : start + step] for start in range(0, len(members), step)]
 
         def work(part: list[str]) -> int:
@@ -48,6 +48,12 @@ def plan_jobs(reader: Reader) -> list[list[str]]:
         # the longest first, or several devices would wait for the one that has it
         return [*sorted(stacks, key=work, reverse=True), *_pool(others, reader)]
     return _pool(names, reader) if reader.pools else [[name] for name in names]
+
+
+def count_members(reader: Reader, entries: int) -> int:
+    """Matrices of so many entries that are factorized together."""
+    size = 4 * len(reader.experts) * entries
+    return 1 if reader.device.type == "cpu" else max(1, STACK_BYTES // max(1, size))
 
 
 def count_work(method: Method, name: str, shape: Sequence[int]) -> int:

@@ -28,7 +28,7 @@ from mergekit_lab.merging.devices import Devices, parse_devices, resolve_device
 from mergekit_lab.merging.flat import allocate_result
 from mergekit_lab.merging.inputs import VARIANCE, Inputs, Source, Sources, open_inputs
 from mergekit_lab.merging.job_workers import Results, count_workers, run_jobs
-from mergekit_lab.merging.jobs import STACK_BYTES
+from mergekit_lab.merging.jobs import STACK_BYTES, count_members
 from mergekit_lab.merging.spectral import SpectralMethod
 from mergekit_lab.merging.subspace import Frame, SubspaceMethod
 
@@ -88,7 +88,7 @@ def _run_stack(reader: Reader, name: str, survey: Any, out: Tensor) -> None:
     method, stack, flat = reader.method, reader.inputs.stacks[name], out.view(-1)
     size, count = math.prod(stack.shape), len(stack.members)
     batched = isinstance(method, SpectralMethod) and method.is_matrix(stack.members[0], stack.shape)
-    step = count_members(reader, name) if batched else 1
+    step = count_members(reader, size) if batched else 1
     for start in range(0, count, step):
         numbers = range(start, min(start + step, count))
         part = Segment(name, start * size, numbers.stop * size)
@@ -105,12 +105,6 @@ def _run_stack(reader: Reader, name: str, survey: Any, out: Tensor) -> None:
         reader.expect_finite_result(name, merged)
         target = flat[part.start : part.stop]
         _store(name, target, _add(base, merged.reshape(-1), method.scale, target.dtype))
-
-
-def count_members(reader: Reader, name: str) -> int:
-    """Matrices of a stack that are factorized together."""
-    size = 4 * len(reader.experts) * math.prod(reader.inputs.stacks[name].shape)
-    return 1 if reader.device.type == "cpu" else max(1, STACK_BYTES // max(1, size))
 
 
 @contextmanager
