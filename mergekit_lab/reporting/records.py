@@ -6,7 +6,6 @@ A file of records is JSON Lines: one object a line, every field present, no othe
 import json
 import math
 import os
-import tempfile
 import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -17,6 +16,7 @@ from typing import Any, get_args, get_type_hints
 from pydantic import FiniteFloat
 
 from mergekit_lab.errors import InputError, join_names, suggest
+from mergekit_lab.paths import sync_to_disk
 
 KINDS = ("zero_shot", "expert", "checkpoint", "merged", "joint")
 """What was evaluated, in the order a table shows it."""
@@ -156,19 +156,13 @@ def deduplicate(records: Iterable[Record]) -> list[Record]:
 def write_text(path: Path, text: str) -> None:
     """Write `text` so that `path` holds all of it or what it held before, also after a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    partial = path.with_name(f".{os.getpid()}.{path.name}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes files that only their owner can read
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+        partial.write_text(text, encoding="utf-8")
+        sync_to_disk(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:

@@ -10,17 +10,22 @@ from mergekit_lab.reporting.tables import Row, Table
 
 def describe(table: Table, records: Sequence[Record], failures: Sequence[Failure] = ()) -> str:
     """One paragraph of plain text: the axes, the best merger beside its references, what is missing."""
+    failed = [f"{say_count(len(failures), 'failure')}: see the list."] if failures else []
     if not table.rows:
-        return f"No evaluation was recorded. {_say_failures(failures)}".strip()
+        return " ".join(["No evaluation was recorded.", *failed])
     tasks = f"{say_count(len(table.tasks), 'task')} ({', '.join(table.tasks)})"
     merged_with = f"merged with {_enumerate(list(map(display_name, table.mergers)))}" if table.mergers else ""
+    backbones, finetunings, optimizers, seeds = (
+        list(dict.fromkeys(str(getattr(record, name)) for record in records))
+        for name in ("backbone", "finetuning", "optimizer", "seed")
+    )
     checkpoints = list(dict.fromkeys(row.name for row in table.rows if row.kind == "checkpoint"))
     sentences = [
         f"{_enumerate(checkpoints)} were scored on {tasks}{f' and {merged_with}' if merged_with else ''}."
         if checkpoints
-        else f"Experts of {tasks} on {_list_values(records, 'backbone')}, trained with "
-        f"{_list_values(records, 'finetuning')} fine-tuning and {_list_values(records, 'optimizer')} "
-        f"over {say_count(_count_values(records, 'seed'), 'seed')}, were {merged_with or 'not merged'}."
+        else f"Experts of {tasks} on {_enumerate(backbones)}, trained with {_enumerate(finetunings)} "
+        f"fine-tuning and {_enumerate(optimizers)} over {say_count(len(seeds), 'seed')}, were "
+        f"{merged_with or 'not merged'}."
     ]
     merged = [row for row in table.rows if row.kind == "merged" and row.normalized.mean is not None]
     if merged:
@@ -30,9 +35,7 @@ def describe(table: Table, records: Sequence[Record], failures: Sequence[Failure
             f"The best, {name}, reaches {best.normalized.text} % of its experts' accuracy "
             f"and {best.average.text} % on average{_say_references(table, best)}."
         )
-    if failures:
-        sentences.append(_say_failures(failures))
-    return " ".join(sentences)
+    return " ".join([*sentences, *failed])
 
 
 def _say_references(table: Table, best: Row) -> str:
@@ -44,20 +47,8 @@ def _say_references(table: Table, best: Row) -> str:
     return f" (in the same group: {', '.join(known)})" if known else ""
 
 
-def _say_failures(failures: Sequence[Failure]) -> str:
-    return f"{say_count(len(failures), 'failure')}: see the list." if failures else ""
-
-
-def _list_values(records: Sequence[Record], field: str) -> str:
-    return _enumerate(list(dict.fromkeys(str(getattr(record, field)) for record in records)))
-
-
 def _enumerate(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def _count_values(records: Sequence[Record], field: str) -> int:
-    return len({getattr(record, field) for record in records})
 
 
 def say_count(number: int, noun: str) -> str:

@@ -60,9 +60,31 @@ class GlyphTask(ImageTask):
         """The (face, code point) pairs that show each class, by part."""
 
     @classmethod
+    @cache
     def list_pairs(cls) -> Pairs:
         """`list_candidates` without pictures that are in two parts, have two labels, or have no ink."""
-        return _keep_disjoint(cls)
+        candidates = cls.list_candidates()
+        labels: dict[str, set[int]] = {}
+        for part in PARTS:
+            for label, options in enumerate(candidates[part]):
+                for pair in options:
+                    labels.setdefault(digest(*pair) or "", set()).add(label)
+        taken = {""} | {picture for picture, classes in labels.items() if len(classes) > 1}
+        parts: Pairs = {}
+        for part in reversed(PARTS):
+            kept = []
+            for name, options in zip(cls.classes, candidates[part], strict=True):
+                fresh = {}
+                for pair in options:
+                    picture = digest(*pair) or ""
+                    if picture not in taken:
+                        fresh[picture] = pair
+                if not fresh:
+                    raise InputError(f"{cls.__name__}: no picture of class {name!r} is left for {part!r}")
+                kept.append(fresh)
+            parts[part] = tuple(tuple(fresh.values()) for fresh in kept)
+            taken |= {picture for fresh in kept for picture in fresh}
+        return parts
 
     def make(self, part: Part) -> ImageSamples:
         pairs = self.list_pairs()[part]
@@ -79,32 +101,6 @@ class GlyphTask(ImageTask):
         shuffle = torch.randperm(len(chosen), generator=generator)
         images = draw(stack(chosen)[shuffle], LOOKS[self.look], generator)
         return ImageSamples(images, torch.tensor(labels)[shuffle])
-
-
-@cache
-def _keep_disjoint(task: type[GlyphTask]) -> Pairs:
-    candidates = task.list_candidates()
-    labels: dict[str, set[int]] = {}
-    for part in PARTS:
-        for label, options in enumerate(candidates[part]):
-            for pair in options:
-                labels.setdefault(digest(*pair) or "", set()).add(label)
-    taken = {""} | {picture for picture, classes in labels.items() if len(classes) > 1}
-    parts: Pairs = {}
-    for part in reversed(PARTS):
-        kept = []
-        for name, options in zip(task.classes, candidates[part], strict=True):
-            fresh = {}
-            for pair in options:
-                picture = digest(*pair) or ""
-                if picture not in taken:
-                    fresh[picture] = pair
-            if not fresh:
-                raise InputError(f"{task.__name__}: no picture of class {name!r} is left for {part!r}")
-            kept.append(fresh)
-        parts[part] = tuple(tuple(fresh.values()) for fresh in kept)
-        taken |= {picture for fresh in kept for picture in fresh}
-    return parts
 
 
 def _combine(faces: Sequence[Face], codes: Iterable[int]) -> tuple[Pair, ...]:
