@@ -99,12 +99,10 @@ class Record:
                 raise InputError(
                     f"record of task {self.task!r}: {name} is {value}; values are fractions (0..1), not percent"
                 )
-        for name in ("wall_seconds", "model_seconds"):
-            seconds = getattr(self, name)
-            if seconds is not None and not 0.0 <= seconds < math.inf:
-                raise InputError(f"record of task {self.task!r}: {name} is {seconds}")
-        if self.coefficient is not None and not math.isfinite(self.coefficient):
-            raise InputError(f"record of task {self.task!r}: coefficient is {self.coefficient}")
+        for name, least in (("wall_seconds", 0.0), ("model_seconds", 0.0), ("coefficient", -math.inf)):
+            number = getattr(self, name)
+            if number is not None and not (math.isfinite(number) and number >= least):
+                raise InputError(f"record of task {self.task!r}: {name} is {number}")
 
     @property
     def normalized(self) -> float | None:
@@ -197,11 +195,7 @@ def strip_controls(text: object) -> str:
     return "".join(c for c in str(text) if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
-_TYPES = {
-    name: get_args(hint) or (hint,)
-    for name, hint in get_type_hints(Record).items()
-    if name in {field.name for field in fields(Record)}
-}
+_TYPES = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(Record).items()}
 
 
 _OPTIONAL = {field.name for field in fields(Record) if field.default is None}

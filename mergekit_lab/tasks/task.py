@@ -130,10 +130,6 @@ class ImageTask(Task):
     rendered: ClassVar[bool] = False
     metric: ClassVar[str] = "accuracy"
 
-    @abstractmethod
-    def make(self, part: Part) -> ImageSamples:
-        """Build one part only from the fields: the same fields give the same bytes."""
-
     def check(self, part: Part, samples: ImageSamples) -> None:
         low, high = int(samples.labels.min()), int(samples.labels.max())
         if low < 0 or high >= len(self.classes):
