@@ -139,10 +139,9 @@ def name_files(
     folder: Path, stem: str, groups: Sequence[tuple[str, ...]]
 ) -> list[tuple[Path, tuple[str, ...]]]:
     """A file for every group: numbered, so that equal names stay apart, and named for the reader."""
-    if len(groups) == 1:
-        return [(folder / f"{stem}.png", groups[0])]
     files = []
     for number, group in enumerate(groups, start=1):
         name = re.sub(r"[^A-Za-z0-9_.]+", "-", "-".join(group)).strip("-.")[:60]
-        files.append((folder / (f"{stem}-{number}-{name}.png" if name else f"{stem}-{number}.png"), group))
+        parts = [stem, str(number), name] if len(groups) > 1 else [stem]
+        files.append((folder / f"{'-'.join(filter(None, parts))}.png", group))
     return files

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from statistics import mean
-from typing import NamedTuple
 
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.paper_tables import (
@@ -206,21 +205,15 @@ def format_numbers(rows: Sequence[Beside]) -> list[tuple[str, ...]]:
     ]
 
 
-class Basis(NamedTuple):
-    """What of a published row is equal, what its source does not print, and what is doubtful."""
-
-    name: str
-    equal: str
-    unprinted: str
-    note: str
-
-
-def list_bases(rows: Iterable[Beside]) -> list[Basis]:
-    """One for every row of a published table; doubts of its columns together."""
+def list_bases(rows: Iterable[Beside]) -> list[dict[str, str]]:
+    """Of every row of a published table its `name`, what is `equal`, what is `unprinted`, and a `note` of doubts."""
     notes_by_row: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         name = f"{row.source} {row.table}, {row.setting}: {display_name(row.row)}"
         notes = notes_by_row.setdefault((name, row.equal, row.unprinted), [])
         if row.note and row.note not in notes:
             notes.append(row.note)
-    return [Basis(*key, "; ".join(notes)) for key, notes in notes_by_row.items()]
+    return [
+        {"name": name, "equal": equal, "unprinted": unprinted, "note": "; ".join(notes)}
+        for (name, equal, unprinted), notes in notes_by_row.items()
+    ]
