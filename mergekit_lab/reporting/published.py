@@ -151,13 +151,15 @@ def unite(runs: Iterable[tuple[str, Iterable[Beside]]]) -> tuple[list[Beside], l
     rows: dict[Beside, dict[str, list[float]]] = {}
     unprinted: dict[Beside, str] = {}
     for config, of_run in runs:
+        lines = (line for line in config.splitlines() if not line.startswith(("seed:", "run_dir:")))
+        but_seed = "\n".join(lines)
         for row in of_run:
             cell = replace(row, ours=None, unprinted="")
             measured = rows.setdefault(cell, {})
             if cell not in unprinted or (row.ours is not None and len(measured) == 0):
                 unprinted[cell] = row.unprinted
             if row.ours is not None:
-                measured.setdefault(_drop_seed(config), []).append(row.ours)
+                measured.setdefault(but_seed, []).append(row.ours)
     united, ambiguous = [], []
     for row, measured in rows.items():
         means = sorted(mean(values) for values in measured.values())
@@ -177,10 +179,6 @@ def unite(runs: Iterable[tuple[str, Iterable[Beside]]]) -> tuple[list[Beside], l
     doubts = [f"{DOUBT} Doubtful, {row.source} {row.table}: {row.note}." for row in united if row.note]
     notes += dict.fromkeys(doubts)
     return united, notes
-
-
-def _drop_seed(config: str) -> str:
-    return "\n".join(line for line in config.splitlines() if not line.startswith(("seed:", "run_dir:")))
 
 
 TITLE = "Published numbers and ours"
@@ -206,7 +204,7 @@ def format_numbers(rows: Sequence[Beside]) -> list[tuple[str, ...]]:
 
 
 def list_bases(rows: Iterable[Beside]) -> list[dict[str, str]]:
-    """Of every row of a published table its `name`, what is `equal`, what is `unprinted`, and a `note` of doubts."""
+    """Of every row its `name`, what is `equal`, what is `unprinted`, and a `note` with all doubts."""
     notes_by_row: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         name = f"{row.source} {row.table}, {row.setting}: {display_name(row.row)}"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from mergekit_lab.errors import say_bytes, say_duration
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.records import Failure, Record
-from mergekit_lab.reporting.tables import Row, Table
+from mergekit_lab.reporting.tables import Table
 
 
 def describe(table: Table, records: Sequence[Record], failures: Sequence[Failure] = ()) -> str:
@@ -30,21 +30,18 @@ def describe(table: Table, records: Sequence[Record], failures: Sequence[Failure
     merged = [row for row in table.rows if row.kind == "merged" and row.normalized.mean is not None]
     if merged:
         best = max(merged, key=lambda row: row.normalized.mean or 0.0)
+        known = [
+            f"{row.name} {row.average.text} %"
+            for row in table.rows
+            if row.group == best.group and row.kind != "merged" and row.average.mean is not None
+        ]
+        references = f" (in the same group: {', '.join(known)})" if known else ""
         name = best.name + (f" ({', '.join(best.group)})" if best.group else "")
         sentences.append(
             f"The best, {name}, reaches {best.normalized.text} % of its experts' accuracy "
-            f"and {best.average.text} % on average{_say_references(table, best)}."
+            f"and {best.average.text} % on average{references}."
         )
     return " ".join([*sentences, *failed])
-
-
-def _say_references(table: Table, best: Row) -> str:
-    known = [
-        f"{row.name} {row.average.text} %"
-        for row in table.rows
-        if row.group == best.group and row.kind != "merged" and row.average.mean is not None
-    ]
-    return f" (in the same group: {', '.join(known)})" if known else ""
 
 
 def _enumerate(names: Sequence[str]) -> str:

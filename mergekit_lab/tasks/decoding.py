@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -67,19 +67,12 @@ def index_rows(rows: Rows) -> dict[str, np.ndarray]:
     def work(span: range, images: list[bytes]) -> None:
         for row, encoded in zip(span, images, strict=True):
             digests[row] = np.frombuffer(hashlib.blake2b(encoded, digest_size=16).digest(), np.uint8)
-            sizes[row] = _read_header(encoded)
+            with suppress(OSError), open_image(encoded) as image:
+                sizes[row] = image.height, image.width
 
     for _ in map_chunks(rows, work):
         pass
     return {"digests": digests, "sizes": sizes}
-
-
-def _read_header(encoded: bytes) -> tuple[int, int]:
-    try:
-        with open_image(encoded) as image:
-            return image.height, image.width
-    except OSError:
-        return 0, 0
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import ClassVar
 
 import torch
@@ -238,7 +239,12 @@ class Style(GlyphTask):
 
     @classmethod
     def list_candidates(cls) -> Pairs:
-        others = {digest(*pair) for task in (Latin, Greek, Cyrillic, Accents) for pair in _list_all(task)}
+        others = {
+            digest(*pair)
+            for task in (Latin, Greek, Cyrillic, Accents)
+            for classes in task.list_candidates().values()
+            for pair in chain.from_iterable(classes)
+        }
         drawn = select_faces(["sans", "serif"])
         codes = [
             code
@@ -249,10 +255,6 @@ class Style(GlyphTask):
         ]
         own = [select_faces([name.split()[-1]], [name.rpartition(" ")[0]]) for name in cls.classes]
         return _choose_by_character(own, codes)
-
-
-def _list_all(task: type[GlyphTask]) -> list[Pair]:
-    return [pair for rows in task.list_candidates().values() for row in rows for pair in row]
 
 
 def _name(code: int) -> str:
