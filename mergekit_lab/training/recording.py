@@ -59,8 +59,7 @@ class RecordedModule(lightning.LightningModule):
         self._points: deque[_Point] = deque()
         self._looked_at = -1
         self._first_loss: Tensor | None = None
-        self._first_bad: Tensor | None = None
-        self._done: Tensor | None = None
+        self._first_bad = self._done = torch.full((), -1)
         self._replay: Replay | None = None
         self._saved = 0
 
@@ -105,15 +104,13 @@ class RecordedModule(lightning.LightningModule):
 
     def _watch(self, loss: Tensor) -> None:
         """Note on the device the first step whose loss is not finite."""
-        assert self._first_bad is not None
-        assert self._done is not None
         self._done += 1
         bad = (self._first_bad < 0) & ~torch.isfinite(loss)
         self._first_bad.copy_(torch.where(bad, self._done, self._first_bad))
 
     def on_validation_start(self) -> None:
         self._record_points(wait=True)
-        self._refuse_bad(-1 if self._first_bad is None else int(self._first_bad))
+        self._refuse_bad(int(self._first_bad))
 
     def on_train_end(self) -> None:
         self._record_points(wait=True)
