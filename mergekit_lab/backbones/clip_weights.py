@@ -167,7 +167,7 @@ class ClipWeights:
     def identify(self) -> dict[str, str]:
         """Name, SHA-256, and how a local file's model differs from what its architecture's name says."""
         file = self.find_file()
-        digest = hash_file(file, remember=True)
+        digest = hash_file(file)
         if self.shipped or self.find_tag():
             return {"weights": self.name, "sha256": digest}
         settings = self.describe()

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from mergekit_lab.backbones.attention import leave_out_cudnn
 from mergekit_lab.backbones.classification import Classifier
-from mergekit_lab.backbones.heads import keep_head, make_prototypes
+from mergekit_lab.backbones.heads import find_head, make_prototypes
 from mergekit_lab.backbones.language import count_positions, load_model, load_tokenizer, write_companions
 from mergekit_lab.backbones.objective import Backbone, find_device
 from mergekit_lab.backbones.pretrained import find_model
@@ -35,7 +35,6 @@ from mergekit_lab.backbones.rows import pad_rows, round_up
 from mergekit_lab.backbones.text import ScoredText
 from mergekit_lab.batches import Batch
 from mergekit_lab.errors import InputError
-from mergekit_lab.machine import list_devices
 from mergekit_lab.ranges import Count, Rate, check_settings
 from mergekit_lab.tasks import Keeper, Part, Task, TextTask
 
@@ -119,7 +118,9 @@ class TextEncoder(Backbone):
         self.check(task)
         assert isinstance(task, TextTask)
         objective = EncoderObjective(task, load_tokenizer(self.source), self)
-        objective.head = self._find_head(objective)
+        objective.head = find_head(
+            self.keep, partial(self._identify_head, task), partial(self._make_head, objective)
+        )
         return objective
 
     def describe_learning(self, task: Task) -> dict[str, Any]:
@@ -136,22 +137,18 @@ class TextEncoder(Backbone):
         made_of = zero_shot if self.head == "zero_shot" else {"head_samples": self.head_samples}
         return {"head": self.head, "max_length": self.max_length, "temperature": self.temperature} | made_of
 
-    def _find_head(self, objective: EncoderObjective) -> Tensor:
-        if self.keep is None:
-            return self._make_head(objective)
-        task = objective.task
-        content = {"backbone": self.identify(), "task": task.name, "data": task.fingerprint()}
-        content |= self._describe_head(task)
-        return keep_head(self.keep, content, partial(self._make_head, objective))
+    def _identify_head(self, task: Task) -> dict[str, Any]:
+        data = {"task": task.name, "data": task.fingerprint()}
+        return {"backbone": self.identify()} | data | self._describe_head(task)
 
     @torch.no_grad()
-    def _make_head(self, objective: EncoderObjective) -> Tensor:
+    def _make_head(self, objective: EncoderObjective, device: torch.device) -> Tensor:
         """An embedding of each choice, of length 1, times the temperature: `[C, D]`.
 
         Zero-shot: the mean of its name's embeddings in the templates; a prototype: that of its training texts.
         """
         task, choices = objective.task, objective.choices
-        model = self.make_model().to(list_devices()[0])
+        model = self.make_model().to(device)
         if self.head == "zero_shot":
             texts = [template.replace("{}", choice) for choice in choices for template in task.templates]
             named = objective.embed_rows(model, objective.read_texts(texts)[0]).float()

@@ -14,7 +14,8 @@ from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
 from mergekit_lab.reporting.paper_tables import find_conditions, read_published
-from mergekit_lab.reporting.published import read_beside, set_beside
+from mergekit_lab.reporting.published import set_beside
+from mergekit_lab.reporting.run_files import read_run
 from mergekit_lab.runs import published
 from mergekit_lab.runs.finetune import plan_settings
 from mergekit_lab.runs.run import Run
@@ -95,7 +96,7 @@ def test_every_experiment_says_its_command_and_runs_fast(
     assert {r.task for r in records} == set(cfg.suite.tasks)
     assert (tmp_path / "run/report.html").is_file()
     beside = {
-        name: [row for row in read_beside(tmp_path / "run") if name.endswith(row.table)]
+        name: [row for row in read_run(tmp_path / "run").published if name.endswith(row.table)]
         for name in cfg.published
     }
     measured = {name for name, rows in beside.items() if any(row.ours is not None for row in rows)}
