@@ -211,9 +211,8 @@ class _End(Callback):
         self.state = {name: tensor.detach().to("cpu", copy=on_host) for name, tensor in state.items()}
         self.step = trainer.global_step
 
-    def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        if isinstance(pl_module, FinetuneModule):
-            pl_module.forget_graphs()
+    def on_fit_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        pl_module.forget_graphs()
         pl_module.zero_grad(set_to_none=True)
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, WrappedOptimizer):

@@ -63,10 +63,6 @@ class RecordedModule(lightning.LightningModule):
         self._replay: Replay | None = None
         self._saved = 0
 
-    def find_rate_at(self, step: int) -> float:
-        """The learning rate of a step."""
-        raise NotImplementedError
-
     def end_step(self) -> None:
         """Record and check the current step's loss, once. Lightning's hook comes only after callbacks have
         saved.
@@ -119,13 +115,15 @@ class RecordedModule(lightning.LightningModule):
         """Stop at a step whose loss was not finite, if there is one, before weights that followed are kept."""
         if step < 0:
             return
+        schedule: Any = self.lr_schedulers()
+        rate = float(schedule.base_lrs[0]) * schedule.lr_lambdas[0](step - 1)
         file = Path(self.trainer.default_root_dir) / "last.ckpt"
         kept = f"the last good checkpoint is {file} of step {self._saved}" if self._saved else (
             "there is no checkpoint from before"
         )  # fmt: skip
         raise InputError(
             f"the loss of {', '.join(self.tasks)} is not finite at step {step} of {self.steps} (learning rate "
-            f"{self.find_rate_at(step):.3g}; {kept}): lower training.lr or raise training.warmup_steps"
+            f"{rate:.3g}; {kept}): lower training.lr or raise training.warmup_steps"
         )
 
     def _record(self, metrics: dict[str, float], step: int) -> None:
