@@ -139,10 +139,10 @@ class Encoding:
         Raises:
             InputError: two choices have the same tokens, or one has none.
         """
-        assert task.choices is not None
         known: dict[tuple[int, ...], str] = {}
-        choices = self.encode_answers(task.choices)
-        for text, tokens in zip(task.choices, choices, strict=True):
+        texts = task.choices or ()
+        choices = self.encode_answers(texts)
+        for text, tokens in zip(texts, choices, strict=True):
             same = known.setdefault(tuple(tokens.tolist()), text)
             if same != text or len(tokens) == 0:
                 raise InputError(

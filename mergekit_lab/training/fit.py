@@ -22,7 +22,7 @@ from mergekit_lab.optim.wrapper import WrappedOptimizer
 from mergekit_lab.training.clock import NEVER
 from mergekit_lab.training.module import FinetuneModule, MakeOptimizer
 from mergekit_lab.training.recording import OnMetrics
-from mergekit_lab.training.resume import CheckpointOrigin, SealedCheckpoints, find_checkpoint, hash_weights
+from mergekit_lab.training.resume import SealedCheckpoints
 from mergekit_lab.training.settings import TrainingSettings
 from mergekit_lab.training.sharded import Sharded
 from mergekit_lab.training.stopper import Stopped, Stopper
@@ -84,9 +84,9 @@ def finetune(
     end = _End(best)
     stopper = Stopper(resume / "last.ckpt")
     own = [each for each in (module.clock, best, latest, stopper, end) if each is not None]
-    origin = CheckpointOrigin(identity, hash_weights(model.state_dict()))
-    resumed = find_checkpoint(resume, origin)
-    lit = _make_trainer(settings, resume, [*own, *callbacks], [SealedCheckpoints(origin)], dict(trainer or {}))
+    checkpoints = SealedCheckpoints(identity, model.state_dict())
+    resumed = checkpoints.find_last(resume)
+    lit = _make_trainer(settings, resume, [*own, *callbacks], [checkpoints], dict(trainer or {}))
     if settings.precision in ("32-true", "bf16-mixed"):
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.dtype in (torch.bfloat16, torch.float16):
@@ -211,9 +211,8 @@ class _End(Callback):
         self.state = {name: tensor.detach().to("cpu", copy=on_host) for name, tensor in state.items()}
         self.step = trainer.global_step
 
-    def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        if isinstance(pl_module, FinetuneModule):
-            pl_module.forget_graphs()
+    def on_fit_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        pl_module.forget_graphs()
         pl_module.zero_grad(set_to_none=True)
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, WrappedOptimizer):

@@ -329,10 +329,6 @@ class FinetuneModule(RecordedModule):
     def on_train_batch_end(self, outputs: Any, batch: Batches, batch_idx: int) -> None:
         self.end_step()
 
-    def find_rate_at(self, step: int) -> float:
-        schedule: Any = self.lr_schedulers()
-        return float(schedule.base_lrs[0]) * self._find_rate(step - 1)
-
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         for task, index in batch.items():
             predictions, indices = self._predicted.setdefault(task, ([], []))
