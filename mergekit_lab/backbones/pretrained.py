@@ -18,7 +18,7 @@ from typing import Any
 
 from mergekit_lab.checkpoints.hub import get_snapshot, parse_hub_id
 from mergekit_lab.checkpoints.model_files import find_tokenizer_files
-from mergekit_lab.checkpoints.writer import hash_file, hash_folder
+from mergekit_lab.checkpoints.plain_files import hash_file, hash_folder
 from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.paths import find_default_store
 
@@ -50,7 +50,7 @@ class ModelFolder:
     def digest(self) -> str:
         """SHA-256 over the bytes of all that decides results: weights, configuration, tokenizer, templates."""
         if self.gguf:
-            return hash_file(self.folder / self.gguf, remember=True)
+            return hash_file(self.folder / self.gguf)
         weights = sorted([*self.folder.glob("*.safetensors"), *self.folder.glob("*.bin")])
         files = [*weights, self.folder / "config.json", *find_tokenizer_files(self.folder)]
         return hash_folder(self.folder, filter(Path.is_file, files))

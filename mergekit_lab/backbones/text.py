@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mergekit_lab.backbones.decoding import decode, unwrap_model
-from mergekit_lab.backbones.encoding import Encoded, Encoding
+from mergekit_lab.backbones.encoding import Encoded, Encoding, Reading
 from mergekit_lab.backbones.linearized import Tangent
 from mergekit_lab.backbones.objective import Objective, find_device
-from mergekit_lab.backbones.reading import Reading
 from mergekit_lab.backbones.rows import mask_reach, mask_segments, pack_first_fit, pad_rows, round_up
 from mergekit_lab.batches import IGNORED, Batch
 from mergekit_lab.errors import InputError
@@ -36,9 +35,19 @@ _TOKENS, _LOGITS, _ROWS = 1 << 16, 1 << 29, 512
 
 
 class ScoredText(Objective):
-    """A text task with text answers, scored by its metric and by both accuracies."""
+    """A text task with text answers, scored by its metric and by both accuracies.
+
+    Args:
+        task: prompts and answers.
+        tokenizer: of transformers, with a padding token.
+    """
 
     task: TextTask
+
+    def __init__(self, task: TextTask, tokenizer: Any) -> None:
+        super().__init__(task)
+        self.tokenizer = tokenizer
+        self._pad = int(tokenizer.pad_token_id)
 
     def score_samples(self, predictions: Sequence[Any], part: Part, index: Tensor) -> Sequence[float] | None:
         if self.task.metric not in MEANS:
@@ -60,24 +69,18 @@ class TextObjective(ScoredText):
     """A text task for a language model.
 
     Args:
-        task: prompts and answers.
-        tokenizer: of transformers, with a padding token.
+        task, tokenizer: see `ScoredText`.
         reading: how prompts are formatted and cut, and how the model answers.
         positions: the most tokens of a row that the model accepts; None sets no limit.
-
-    Attributes:
-        truncated: number of prompts and answers that were cut, by part.
 
     Raises:
         InputError: the tokenizer gives two choices the same tokens.
     """
 
     def __init__(self, task: TextTask, tokenizer: Any, reading: Reading, positions: int | None = None) -> None:
-        super().__init__(task)
-        self.tokenizer = tokenizer
+        super().__init__(task, tokenizer)
         self.reading = reading
         self.positions = positions
-        self.truncated: dict[Part, tuple[int, int]] = {}
         self._encoded: dict[Part, Encoded] = {}
         self._encoding = Encoding(tokenizer, reading, self.causal, positions)
         self._choices = None if task.choices is None else self._encoding.encode_choices(task)
@@ -86,7 +89,6 @@ class TextObjective(ScoredText):
         """The tokens of a part, made once per process."""
         if part not in self._encoded:
             self._encoded[part] = self._encoding.encode(self.task, part)
-            self.truncated[part] = self._encoded[part].truncated
         return self._encoded[part]
 
     def measure_lengths(self, part: Part) -> Tensor | None:
@@ -131,17 +133,12 @@ class TextObjective(ScoredText):
     def _generate(self, model: nn.Module, prompts: list[Tensor]) -> list[str]:
         """Greedy answers."""
         tokens, mask = pad_rows(prompts, self._pad, find_device(model), left=self.causal)
-        end = self.tokenizer.eos_token_id
         new = decode(
             model, tokens, mask, max_new_tokens=self.task.max_new_tokens,
-            ends=() if end is None else (end,), pad=self._pad,
+            end=self.tokenizer.eos_token_id, pad=self._pad,
         )  # fmt: skip
         texts: list[str] = self.tokenizer.batch_decode(new, skip_special_tokens=True)
         return texts
-
-    @property
-    def _pad(self) -> int:
-        return int(self.tokenizer.pad_token_id)
 
 
 class CausalObjective(TextObjective):
@@ -153,11 +150,7 @@ class CausalObjective(TextObjective):
     """
 
     causal = True
-
-    def __init__(self, task: TextTask, tokenizer: Any, reading: Reading, positions: int | None = None) -> None:
-        super().__init__(task, tokenizer, reading, positions)
-        self.packed = (0, 0)
-        self.padded = (0, 0)
+    packed = padded = (0, 0)
 
     def _read_row(self, part: Part, position: int) -> tuple[Tensor, Tensor]:
         """A sample's tokens, and the labels at them."""

@@ -10,7 +10,6 @@ what decides is the class, then names and shapes, else nothing is folded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 from mergekit_lab.checkpoints.align import cut_at_dots
@@ -20,7 +19,6 @@ from mergekit_lab.checkpoints.in_memory import (
     Made,
     as_loaded,
     as_relaid,
-    as_stored,
     choose_prefix,
     find_architecture,
 )
@@ -140,8 +138,11 @@ def _place_by_architecture(
         placed = {key: names.get(name, name) for key, name in targets.items()}
         return Placed(base, placed, _list_second_names(base, architecture) if ties else {})
     whole = as_loaded(base, architecture)
-    back = partial(as_stored, like=base, made=made)
-    return Placed(whole, targets, {**whole.find_ties(), **tied}, back)
+
+    def store(folded: Checkpoint) -> Checkpoint:
+        return as_relaid(folded, {name: Made(((name,),)) for name in folded}, base.specs, made)
+
+    return Placed(whole, targets, {**whole.find_ties(), **tied}, store)
 
 
 def _is_only_moved(name: str, made: Made) -> bool:

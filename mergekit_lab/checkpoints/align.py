@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 
 import torch
 
@@ -87,9 +86,8 @@ def untie(base: Checkpoint, experts: Iterable[Checkpoint], say: Say = lambda tex
         f"{join_names(pairs)}: not tied in the result (tie_word_embeddings: false), because an adapter changes "
         "only one of the tied weights"
     )
-    specs = {**base.specs, **{name: base.specs[kept] for name, kept in pairs.items()}}
     tied = {name: kept for name, kept in base.find_ties().items() if name not in pairs}
-    view = View(base, specs, {name: partial(base.__getitem__, kept) for name, kept in pairs.items()}, tied)
+    view = View(base, {**base.list_entries(), **base.list_entries(pairs)}, tied)
     view.changed, view.untied = {**base.changed, "tie_word_embeddings": False}, pairs
     return view
 
@@ -133,11 +131,9 @@ def _rename(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
 
 def _view_under(checkpoint: Checkpoint, names: Mapping[str, str]) -> View:
     """Its tensors that `names` lists, each under its new name."""
-    specs = {new: checkpoint.specs[name] for name, new in names.items()}
-    read = {new: partial(checkpoint.__getitem__, name) for name, new in names.items()}
     ties = checkpoint.find_ties().items()
     tied = {names[name]: names[kept] for name, kept in ties if name in names and kept in names}
-    return View(checkpoint, specs, read, tied)
+    return View(checkpoint, checkpoint.list_entries({new: name for name, new in names.items()}), tied)
 
 
 def _respell(name: str) -> str:
@@ -239,9 +235,8 @@ def _add_base_buffers(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpo
         say(f"{expert.label}: buffers that a model computes are left out, as in the base: {join_names(extra)}")
     if lacking:
         say(f"{expert.label}: buffers that a model computes are taken from the base: {join_names(lacking)}")
-    specs = {name: spec for name, spec in expert.specs.items() if name not in extra}
-    specs |= {name: base.specs[name] for name in buffers}
-    return View(expert, specs, {name: partial(base.__getitem__, name) for name in buffers})
+    own = expert.list_entries({name: name for name in expert if name not in extra})
+    return View(expert, own | base.list_entries({name: name for name in buffers}))
 
 
 def _drop_second_names(
@@ -306,13 +301,6 @@ def _add_second_names(base: Checkpoint, expert: Checkpoint, read: bool, say: Say
         return expert
     for name, kept in second.items():
         say(f"{expert.label}: {name} is taken from {kept}, which the expert ties it to")
-    specs = {
-        name: expert.specs[second.get(name, name)] for name in base.specs if name in second or name in expert
-    }
-    specs |= {name: spec for name, spec in expert.specs.items() if name not in specs}
-    return View(
-        expert,
-        specs,
-        {n: partial(expert.__getitem__, k) for n, k in second.items()},
-        expert.find_ties() | second,
-    )
+    own = {name: second.get(name, name) for name in base if name in second or name in expert}
+    own |= {name: name for name in expert if name not in own}
+    return View(expert, expert.list_entries(own), expert.find_ties() | second)

@@ -18,8 +18,8 @@ import torch
 import yaml
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint
+from mergekit_lab.checkpoints.plain_files import hash_file, is_hash
 from mergekit_lab.checkpoints.publish import RECORD
-from mergekit_lab.checkpoints.writer import hash_file, is_hash
 
 _HASHED_WHOLE = 32 << 20
 _SAMPLES = 64

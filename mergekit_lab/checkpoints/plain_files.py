@@ -1,13 +1,19 @@
-"""Files from elsewhere, checked before they are opened: a pipe is never waited for, a pointer never parsed."""
+"""Files from elsewhere, checked before they are opened: a pipe is never waited for, a pointer never parsed.
+And the hashes that tell them apart.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from mergekit_lab.digests import hash_bytes
 from mergekit_lab.errors import InputError
 
 _POINTERS = {
@@ -18,17 +24,13 @@ _DEEPEST = 64
 """Levels of a JSON file; configurations have fewer than ten."""
 
 
-def check_file(file: Path, label: str = "") -> None:
+def check_file(file: Path) -> None:
     """Refuse what cannot be read as a file.
-
-    Args:
-        label: what messages call the checkpoint that the file belongs to.
 
     Raises:
         InputError: nothing there, a folder, a dead link, a pipe or a device (reading one may never end), a
             pointer that version control left in the file's stead, or no permission.
     """
-    who = f"{label}: {file}" if label else str(file)
     try:
         mode = file.stat().st_mode
         if stat.S_ISREG(mode):
@@ -36,41 +38,38 @@ def check_file(file: Path, label: str = "") -> None:
                 head = opened.read(64)
     except (FileNotFoundError, NotADirectoryError):
         if file.is_symlink():
-            raise InputError(f"{who} is a link that leads nowhere ({os.readlink(file)})") from None
-        raise InputError(f"{label}: the file {file} does not exist".removeprefix(": ")) from None
+            raise InputError(f"{file} is a link that leads nowhere ({os.readlink(file)})") from None
+        raise InputError(f"the file {file} does not exist") from None
     except (OSError, ValueError) as error:
-        raise InputError(f"{who[:1000]} cannot be read ({_explain(error)})") from None
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{str(file)[:1000]} cannot be read ({reason})") from None
     if not stat.S_ISREG(mode):
         kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
-        raise InputError(f"{who} is {kind}, not a file")
+        raise InputError(f"{file} is {kind}, not a file")
     for start, what in _POINTERS.items():
         if head.startswith(start):
-            raise InputError(f"{who} is {what}")
+            raise InputError(f"{file} is {what}")
 
 
-def _explain(error: OSError | ValueError) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-
-
-def read_json(file: Path, label: str = "") -> Any:
+def read_json(file: Path) -> Any:
     """The content of a small JSON file.
 
     Raises:
         InputError: see `check_file`; it is not JSON, or it is nested deeper than any configuration.
     """
-    check_file(file, label)
-    who = f"{label}: {file}" if label else str(file)
+    check_file(file)
     try:
         content = json.loads(file.read_bytes())
     except RecursionError:
-        raise InputError(f"{who} is nested too deep to be read") from None
+        raise InputError(f"{file} is nested too deep to be read") from None
     except (OSError, ValueError) as error:
-        raise InputError(f"{who} is not JSON ({str(error)[:200]})") from None
+        raise InputError(f"{file} is not JSON ({str(error)[:200]})") from None
     level = [content]
     for _ in range(_DEEPEST):
-        level = [child for item in level for child in _list_children(item)]
+        level = [list(item.values()) if isinstance(item, dict) else item for item in level]
+        level = [child for item in level if isinstance(item, list) for child in item]
     if level:
-        raise InputError(f"{who} is nested too deep to be read")
+        raise InputError(f"{file} is nested too deep to be read")
     return content
 
 
@@ -86,7 +85,17 @@ def read_object(file: Path) -> dict[str, Any]:
     return content
 
 
-def _list_children(item: Any) -> list[Any]:
-    if isinstance(item, dict):
-        return list(item.values())
-    return item if isinstance(item, list) else []
+def hash_file(path: Path) -> str:
+    """The hexadecimal SHA-256 of a file's bytes. One of the hub's cache is not read: its name is its hash."""
+    return name if is_hash(name := path.resolve().name) else hash_bytes(path)
+
+
+def is_hash(name: str) -> bool:
+    """Whether a file's name is a SHA-256, as in the hub's cache."""
+    return re.fullmatch(r"[0-9a-f]{64}", name) is not None
+
+
+def hash_folder(root: Path, files: Iterable[Path]) -> str:
+    """The SHA-256 of files below a folder, by their names there and their bytes, in this order."""
+    lines = [f"{file.relative_to(root)} {hash_file(file)}" for file in files]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

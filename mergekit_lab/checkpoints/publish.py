@@ -99,25 +99,19 @@ def make_folder(out: Path, overwrite: bool = False, planned: Mapping[str, int] |
     _clear_leftovers(out)
     partial, lock = _make_partial(out)
     try:
-        with _explain_failures(out, partial, lock):
+        try:
             yield partial
             sync_tree(partial)
+        except OSError as error:
+            if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+                raise InputError(f"the disk of {out} is full") from error
+            _check_whole(out, partial, lock, {})
+            raise
         _check_whole(out, partial, lock, planned)
         _swap(partial, out, overwrite)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         os.close(lock)
-
-
-@contextmanager
-def _explain_failures(out: Path, partial: Path, lock: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            raise InputError(f"the disk of {out} is full") from error
-        _check_whole(out, partial, lock, {})
-        raise
 
 
 def _check_whole(out: Path, partial: Path, lock: int, planned: Mapping[str, int]) -> None:

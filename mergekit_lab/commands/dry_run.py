@@ -21,14 +21,14 @@ from torch import Tensor
 from mergekit_lab.checkpoints import Checkpoint, TensorSpec, list_mismatches, refuse_quantized
 from mergekit_lab.checkpoints.inspection import (
     Report,
-    assume_ties,
     describe_inputs,
     describe_model,
     describe_tensors,
 )
 from mergekit_lab.checkpoints.publish import check_out
 from mergekit_lab.checkpoints.shards import plan_shards
-from mergekit_lab.commands.prepared import Prepared
+from mergekit_lab.checkpoints.tied_weights import find_configured_ties
+from mergekit_lab.commands.prepared import Prepared, plan_output
 from mergekit_lab.commands.write import check_room, list_input_files, plan_files_beside
 from mergekit_lab.errors import InputError, say_bytes, say_duration
 from mergekit_lab.machine import count_free_bytes
@@ -67,7 +67,7 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format
     for checkpoint in (prepared.base, *prepared.experts.values()):
         result.problems += _try_check(refuse_quantized, checkpoint)
     merged = _list_merged(prepared, result)
-    ties = assume_ties(prepared.base)
+    ties = find_configured_ties(prepared.base, read=False)
     matters = make_filter(prepared.base.specs, ties, merged, prepared.include, prepared.left_out)
     wanted = matters(prepared.base.specs)
     for name, expert in prepared.experts.items():
@@ -75,7 +75,7 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format
     result.problems += _try_check(plan_files_beside, prepared, format)
     result.problems += _try_check(prepared.method.check, tuple(prepared.experts))
     result.problems += _check_sides(prepared, merged)
-    specs, limit, stem = prepared.plan(list(ties))
+    specs, limit, stem = plan_output(prepared.base, prepared.dtype, list(ties), prepared.max_shard_bytes)
     kept = len(specs) - len(merged)
     factored = format in ("low_rank", "per_task")
     stored = _plan_factors(prepared, merged) if factored else specs  # an adapter takes less
@@ -153,7 +153,7 @@ def _check_sides(prepared: Prepared, merged: Sequence[str]) -> list[str]:
 
 def _list_merged(prepared: Prepared, result: Report) -> list[str]:
     try:
-        ties, experts = assume_ties(prepared.base), prepared.experts.values()
+        ties, experts = find_configured_ties(prepared.base, read=False), prepared.experts.values()
         selected = select_tensors(prepared.base.specs, ties, prepared.include, prepared.left_out, experts)
     except InputError as error:
         result.problems.append(str(error))

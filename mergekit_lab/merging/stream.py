@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -50,23 +50,20 @@ def _run_job(reader: Reader, names: list[str], survey: Any, dtype: torch.dtype |
         _run_blocks(reader, names, survey, out)
     elif method.by_matrix and names[0] in inputs.stacks:
         _run_stack(reader, names[0], survey, out[names[0]])
-    elif isinstance(method, SpectralMethod) and method.is_matrix(names[0], out[names[0]].shape):
-        with read_stack(reader, names, survey) as (bases, deltas, sites):
-            merges = method.merge_matrices(deltas, sites)
-        del deltas, sites
-        for name, base, merged in zip(names, bases, merges, strict=True):
-            reader.expect_finite_result(name, merged)
-            wide = base.to(inputs.compute, copy=True)
-            _store(name, out[name], _add(wide, merged, method.scale, out[name].dtype))
     else:
-        for name in names:
-            base = reader.read_base(name).to(inputs.compute, copy=True)
-            deltas = reader.read_deltas(name, base)
-            site = reader.make_whole_site(name, survey)
-            reader.settle()
-            merged = method.merge(name, base, deltas, site)
-            reader.expect_finite_result(name, merged)
-            _store(name, out[name], _add(base, merged, method.scale, out[name].dtype))
+        together = isinstance(method, SpectralMethod) and method.is_matrix(names[0], out[names[0]].shape)
+        for part in [names] if together else [[name] for name in names]:
+            turn = reader.turn if together else nullcontext()
+            with read_stack(reader, part, survey, turn) as (bases, deltas, sites):
+                if isinstance(method, SpectralMethod) and together:
+                    merges = method.merge_matrices(deltas, sites)
+                else:
+                    merges = method.merge(part[0], bases[0].to(inputs.compute), deltas[0], sites[0])[None]
+            del deltas, sites
+            for name, base, merged in zip(part, bases, merges, strict=True):
+                reader.expect_finite_result(name, merged)
+                wide = base.to(inputs.compute, copy=True)
+                _store(name, out[name], _add(wide, merged, method.scale, out[name].dtype))
     for name in names:
         if name.endswith(VARIANCE):
             _raise_variance(reader, name, out[name])
@@ -117,20 +114,20 @@ def count_members(reader: Reader, name: str) -> int:
 
 @contextmanager
 def read_stack(
-    reader: Reader, names: list[str], survey: Any
+    reader: Reader, names: list[str], survey: Any, turn: AbstractContextManager[Any]
 ) -> Iterator[tuple[list[Tensor], Tensor, list[Site]]]:
     """Same-shaped tensors of one job, found sound: `θ0` in its own dtype, `δ [B, T, *S]` and their sites;
-    and the device's turn to work on them. They are read while it works on others, unless very large."""
+    within the device's `turn` to work on them. They are read while it works on others, unless very large."""
     size = 4 * len(reader.experts) * sum(reader.inputs.base.specs[name].numel for name in names)
     large = size > STACK_BYTES
-    with reader.turn if large else nullcontext():
+    with turn if large else nullcontext():
         bases = [reader.read_base(name) for name in names]
         each = [reader.read_deltas(name, base) for name, base in zip(names, bases, strict=True)]
         deltas = torch.stack(each) if len(each) > 1 else each[0][None]
         del each
         sites = [reader.make_whole_site(name, survey) for name in names]
         reader.settle()
-        with nullcontext() if large else reader.turn:
+        with nullcontext() if large else turn:
             yield bases, deltas, sites
 
 
@@ -149,7 +146,7 @@ def _run_blocks(reader: Reader, names: list[str], survey: Any, out: Mapping[str,
         members = [segment.name for segment in piece]
         if not method.propagates:
             reader.expect_finite(members, deltas)
-        site = reader.make_site(piece, tensor, survey, side=bool(method.side_inputs))
+        site = reader.make_site(piece, reader.read_block_sides(piece), survey, tensor)
         merged = method.merge(members[0], base, deltas, site)
         reader.expect_finite(members, merged[None])  # it may overflow where its inputs did not
         if len(piece) == 1:

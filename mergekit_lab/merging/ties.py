@@ -11,9 +11,8 @@ Trimming is exact in a few passes over blocks, whole model or tensor.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Blocks, ScaledMethod, Site, Stream
-from mergekit_lab.merging.selection import Largest, read_task_vectors, run_at_once, select_largest
+from mergekit_lab.merging.selection import Largest, Pass, run_at_once, select_largest
 from mergekit_lab.ranges import Share
 
 
@@ -112,14 +111,6 @@ def aggregate(values: Tensor, agree: Tensor, aggregator: str, weights: Tensor | 
     return torch.where(most >= -least, most, least)
 
 
-_Blocks = Callable[[], Iterator[tuple[Tensor, Site]]]
-"""Starts a pass over task vectors and their sites."""
-
-
-def _read_blocks(stream: Stream) -> Iterator[tuple[Tensor, Site]]:
-    return ((deltas, site) for _, deltas, site in stream.read_blocks())
-
-
 class _TIESSurvey:
     """Thresholds of all experts, and the majority sign.
 
@@ -171,6 +162,7 @@ class TIES(ScaledMethod):
     elementwise = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.count_buffers and not self.rule.whole_model:
             raise InputError(f"count_buffers is defined for whole-model presets, not {self.preset!r}")
 
@@ -193,24 +185,17 @@ class TIES(ScaledMethod):
     def survey(self, stream: Stream) -> Any:
         if not self.rule.whole_model or not stream.entries:
             return None
-        largest = select_largest(
-            [partial(read_task_vectors, share) for share in stream.divide()],
-            self.count_kept(stream.entries + stream.buffer_entries * self.count_buffers),
-            stream.entries,
-            with_ties=True,
-        )
+        shares = [share.read_blocks for share in stream.divide()]
+        kept = self.count_kept(stream.entries + stream.buffer_entries * self.count_buffers)
+        largest = select_largest(shares, kept, stream.entries, with_ties=True)
+        return _TIESSurvey(largest, lambda: self._find_majority(largest, shares))
 
-        def find_majority() -> float:
-            return self._find_majority(largest, [partial(_read_blocks, share) for share in stream.divide()])
-
-        return _TIESSurvey(largest, find_majority)
-
-    def _find_majority(self, largest: Largest, shares: Sequence[_Blocks]) -> float:
+    def _find_majority(self, largest: Largest, shares: Sequence[Pass]) -> float:
         """The sign of the sum of all elected signs."""
 
-        def add_signs(share: _Blocks) -> float:
+        def add_signs(blocks: Pass) -> float:
             total = torch.zeros((), dtype=torch.float64)
-            for deltas, site in share():
+            for _, deltas, site in blocks():
                 signs = elect(site.weigh(largest.trim(deltas)), self.election)
                 total = total.to(signs.device) + signs.sum(dtype=torch.float64)
             return float(total)
@@ -222,10 +207,8 @@ class TIES(ScaledMethod):
         if self.rule.whole_model:
             return None
         kept, by_majority = self.count_kept(entries), self.rule.even_sign is None
-        largest = select_largest([lambda: (d for _, d, _ in blocks())], kept, entries, with_ties=by_majority)
-        if not by_majority:
-            return _TIESSurvey(largest, lambda: 0.0)
-        majority = self._find_majority(largest, [lambda: ((d, site) for _, d, site in blocks())])
+        largest = select_largest([blocks], kept, entries, with_ties=by_majority)
+        majority = self._find_majority(largest, [blocks]) if by_majority else 0.0
         return _TIESSurvey(largest, lambda: majority)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:

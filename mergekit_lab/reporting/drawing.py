@@ -94,7 +94,7 @@ def _arrange(panels: Sequence[Chart], columns: int) -> Chart:
     """Panels in columns, four in two at most; one legend for all of them where they have the same."""
     columns = min(2 if len(panels) == 4 else columns, max(len(panels), 1))
     wide = _WIDTHS[columns]
-    scales = {scale for panel in panels for scale in _find_scales(panel)}
+    scales = sorted({scale for panel in panels for scale in _find_scales(panel)})
     counts = Counter((channel, field) for channel, field, _ in scales)
     differ = {field for (_, field), count in counts.items() if count > 1}
     names = wide if "name" in differ else wide * columns

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
+from pydantic import FiniteFloat
+
 from mergekit_lab.errors import InputError, join_names, suggest
 
 KINDS = ("zero_shot", "expert", "checkpoint", "merged", "joint")
@@ -124,7 +126,7 @@ class Record:
 class Timing:
     """One stage of one run: wall-clock seconds, and how many of its artifacts were computed or reused."""
 
-    seconds: float
+    seconds: FiniteFloat
     computed: int = 0
     reused: int = 0
 

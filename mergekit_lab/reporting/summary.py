@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from mergekit_lab.errors import say_bytes, say_duration
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.records import Failure, Record
 from mergekit_lab.reporting.tables import Row, Table
@@ -62,3 +63,18 @@ def _count_values(records: Sequence[Record], field: str) -> int:
 def say_count(number: int, noun: str) -> str:
     """ "1 run", "2 runs"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def say_cache(records: Sequence[Record]) -> str:
+    """How many evaluations came from the store, what they had cost, and the largest memory peak."""
+    reused = [record for record in records if record.reused]
+    sentences = []
+    if reused:
+        how_many = f"{len(reused)} of {len(records)}" if len(reused) < len(records) else f"All {len(records)}"
+        cost = say_duration(sum(record.wall_seconds for record in reused))
+        sentences.append(f"{how_many} evaluations were found in the store; computing them had taken {cost}.")
+    elif records:
+        sentences.append(f"All {len(records)} evaluations were computed.")
+    if peaks := [record.peak_memory_bytes for record in records if record.peak_memory_bytes]:
+        sentences.append(f"The largest memory peak was {say_bytes(max(peaks))}.")
+    return " ".join(sentences)

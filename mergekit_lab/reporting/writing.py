@@ -21,17 +21,21 @@ def to_markdown(table: Table | CrossTable) -> str:
     """A GitHub-flavored table and its notes; the best of a column is bold."""
     sheet = table.make_sheet()
     lines = [
-        join_markdown(map(escape_cell, (*sheet.names, *sheet.columns, *sheet.texts))),
-        join_markdown(["---"] * len(sheet.names) + ["---:"] * len((*sheet.columns, *sheet.texts))),
+        _join_markdown(map(escape_cell, (*sheet.names, *sheet.columns, *sheet.texts))),
+        _join_markdown(["---"] * len(sheet.names) + ["---:"] * len((*sheet.columns, *sheet.texts))),
     ]
     for line in (line for group in sheet.groups for line in group):
         cells = [f"**{cell.text}**" if cell.best else cell.text for cell in line.cells]
-        lines.append(join_markdown([*map(escape_cell, line.names), *cells, *line.texts]))
-    return "\n".join([*lines, "", *(f"- {escape_cell(note)}" for note in sheet.notes)]) + "\n"
+        lines.append(_join_markdown([*map(escape_cell, line.names), *cells, *line.texts]))
+    return "\n".join([*lines, "", itemize(sheet.notes)]) + "\n"
 
 
-def join_markdown(cells: Iterable[str]) -> str:
-    """One line of a Markdown table."""
+def itemize(texts: Iterable[str]) -> str:
+    """A list in Markdown."""
+    return "\n".join(f"- {escape_cell(text)}" for text in texts)
+
+
+def _join_markdown(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 

@@ -12,8 +12,7 @@ from omegaconf import OmegaConf
 
 from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.reporting import Record, RunFiles, print_table, write_report
-from mergekit_lab.reporting.html import say_cache
-from mergekit_lab.reporting.summary import say_count
+from mergekit_lab.reporting.summary import say_cache, say_count
 from mergekit_lab.runs.compare import draw_cross_table
 from mergekit_lab.runs.evaluate import list_models
 from mergekit_lab.runs.finetune import declare_expert, declare_joint

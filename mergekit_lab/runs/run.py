@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import pickle
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 from mergekit_lab.backbones import Backbone, LanguageModel, Objective, Parametrization
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.compiled import compile_model
+from mergekit_lab.digests import Version
 from mergekit_lab.errors import InputError, suggest
 from mergekit_lab.memory import read_free_memory, read_total_memory
 from mergekit_lab.merging import resolve_device
@@ -33,10 +37,9 @@ from mergekit_lab.runs.nodes import Node
 from mergekit_lab.runs.own_code import describe_code
 from mergekit_lab.runs.settle import find_weights_key
 from mergekit_lab.runs.spread import spread
-from mergekit_lab.schema.check import build, with_floats
-from mergekit_lab.schema.run import Curvature, Main, Search, TrainerSettings
+from mergekit_lab.schema.check import build
+from mergekit_lab.schema.run import Curvature, Search, TrainerSettings
 from mergekit_lab.store import Artifact, Store
-from mergekit_lab.store.artifact import Version
 from mergekit_lab.tasks import HarnessTask, Task
 from mergekit_lab.training import TrainingSettings
 from mergekit_lab.workers import Pool
@@ -53,6 +56,8 @@ _SHARE = 8
 """Of a device's memory: one part of so many may hold copies of weights that only save time."""
 SPREAD = 4
 """Processes of `device=spread` on a CPU at most: each takes a gigabyte."""
+_ERASE = "\r\x1b[2K"
+"""Begins a line anew in a terminal, where another process draws a bar."""
 _ONCE_A_SWEEP = ("finetune", "curvature")
 """Stages whose artifacts a sweep tries once: they take long, and many jobs share them."""
 
@@ -75,7 +80,6 @@ class Run:
         choices: Mapping[str, str],
         shared: dict[str, Any] | None = None,
     ) -> None:
-        cfg = with_floats(cfg, Main)
         plain: Any = OmegaConf.to_container(cfg, resolve=True)
         self.cfg = cfg
         self.plain: dict[str, Any] = plain
@@ -127,14 +131,17 @@ class Run:
         self._pool: Pool | None = None
         self._compiled: nn.Module | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remake, (pickle.dumps((self.plain, self.folder, dict(self.choices))),)
+
     def _build(self, node: DictConfig, kind: type) -> Any:
         """What a node makes, shared, with the store to keep things in if it wants one."""
         name = OmegaConf.to_yaml(node, resolve=True, sort_keys=True)
         if name not in self._shared:
             self._shared[name] = build(node, kind)
         built = self._shared[name]
-        if hasattr(built, "with_keeper"):
-            return built.with_keeper(StoreKeeper(self.store, self.cfg.images_limit_gb))
+        if getattr(built, "keep", "") is None:
+            return replace(built, keep=StoreKeeper(self.store, self.cfg.images_limit_gb, self.device))
         return built
 
     def _check(self) -> None:
@@ -361,9 +368,8 @@ class Run:
         if self._pool is None:
             self._pool = Pool(self.devices)
         device = "cuda:0" if self.device.type == "cuda" else "cpu"
-        plain = self.plain | {"device": device, "progress": False}
-        job = (type(self), plain, str(self.folder), dict(self.choices), stage)
-        self.made |= spread(self._pool, job, units, progress=self.plain["progress"])
+        run = self.vary({"device": device, "progress": False})
+        self.made |= spread(self._pool, run, stage, units, progress=self.plain["progress"])
 
     def close(self) -> None:
         """End the processes on other devices."""
@@ -380,6 +386,17 @@ class Run:
         self.timings[stage] = Timing(round(time.monotonic() - begun, 2), **self._counts)
         log.info("%s: %.1f s, %d computed, %d found in the store", stage, time.monotonic() - begun,
                  self._counts["computed"], self._counts["reused"])  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _remake(content: bytes) -> Run:
+    """In a worker: the run, with the objects that an earlier job of the same run left; trackers do not hear of
+    it."""
+    logging.basicConfig(format=f"{_ERASE if sys.stdout.isatty() else ''}%(message)s", stream=sys.stdout)
+    plain, folder, choices = pickle.loads(content)
+    run = Run(OmegaConf.create(plain), folder, choices)
+    run.tracker = Tracker()
+    return run
 
 
 def say_seconds(artifact: Artifact) -> str:

@@ -58,16 +58,13 @@ def map_chunks(
     threads = min(32, count_cores())
 
     def load(chunk: int) -> T:
-        return work(rows.chunks[chunk], _load(rows, chunk))
+        try:
+            images = rows.load(chunk)
+        except OSError as error:  # gone, or not ours to read, since it was listed
+            raise InputError(f"images cannot be read: {error}") from None
+        return work(rows.chunks[chunk], images)
 
     return prefetch(load, wanted, ahead=2 * threads, threads=threads)
-
-
-def _load(rows: Rows, chunk: int) -> list[bytes]:
-    try:
-        return rows.load(chunk)
-    except OSError as error:  # gone, or not ours to read, since it was listed
-        raise InputError(f"images cannot be read: {error}") from None
 
 
 def index_rows(rows: Rows) -> Index:
@@ -159,7 +156,7 @@ def write_images(rows: Rows, chosen: np.ndarray, file: Path, side: int | None, s
     """Decode the chosen rows into one file, in their order.
 
     Args:
-        chosen: ascending rows.
+        chosen: ascending rows, at least one.
         side: pixels of a centered square's side; None keeps whole pictures, of the given `sizes`.
         sizes: int64 `[n, 2]`, heights and widths that are written.
 
@@ -167,12 +164,9 @@ def write_images(rows: Rows, chosen: np.ndarray, file: Path, side: int | None, s
         InputError: an image, which the message names, cannot be decoded.
     """
     ends = np.cumsum(3 * sizes.prod(1))
-    starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
     position = {int(row): n for n, row in enumerate(chosen)}
     wanted = [c for c, span in enumerate(rows.chunks) if any(row in position for row in span)]
-    with file.open("wb") as made:
-        made.truncate(int(ends[-1]) if len(ends) else 0)
-    out = np.memmap(file, np.uint8, "r+") if len(ends) and ends[-1] else np.zeros(0, np.uint8)
+    out = np.memmap(file, np.uint8, "w+", shape=int(ends[-1]))
 
     def work(span: range, images: list[bytes]) -> None:
         for row, encoded in zip(span, images, strict=True):
@@ -186,12 +180,11 @@ def write_images(rows: Rows, chosen: np.ndarray, file: Path, side: int | None, s
                     f"{rows.name(row)} cannot be decoded ({error}): stage=check_data lists all such images"
                 ) from None
             pixels = _crop_center(image, side) if side else _resize_pixels(image, height, width)
-            out[starts[at] : ends[at]] = pixels.reshape(-1)
+            out[ends[at] - pixels.size : ends[at]] = pixels.reshape(-1)
 
     for _ in map_chunks(rows, work, wanted):
         pass
-    if isinstance(out, np.memmap):
-        out.flush()
+    out.flush()
 
 
 def map_file(file: Path) -> Tensor:

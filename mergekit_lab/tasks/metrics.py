@@ -35,7 +35,7 @@ def register_metric(*, mean: bool) -> Callable[[Metric], Metric]:
     """
 
     def register(function: Metric) -> Metric:
-        reads = signature(function).parameters.get("sources")
+        reads = "sources" in signature(function).parameters
 
         @wraps(function)
         def check_and_score(
@@ -43,16 +43,15 @@ def register_metric(*, mean: bool) -> Callable[[Metric], Metric]:
         ) -> float:
             if not len(predictions):
                 raise InputError(f"{function.__name__} needs predictions, and there are none")
-            if reads and reads.default is reads.empty and sources is None:
+            if reads and sources is None:
                 raise InputError(f"{function.__name__} also needs sources (the prompts)")
-            counts = {"references": references} | ({} if sources is None else {"sources": sources})
-            for kind, texts in counts.items():
-                if len(texts) != len(predictions):
+            for kind, texts in (("references", references), ("sources", sources)):
+                if texts is not None and len(texts) != len(predictions):
                     raise InputError(
                         f"{function.__name__}: {len(predictions)} predictions have {len(texts)} {kind}; one "
                         "each is needed"
                     )
-            return function(predictions, references, *((sources,) if reads and sources is not None else ()))
+            return function(predictions, references, *((sources,) if reads else ()))
 
         METRICS[function.__name__] = check_and_score
         if mean:

@@ -80,7 +80,8 @@ class ParquetRows(Rows):
         self.chunks, self._groups = [], []
         labels: list[Any] = []
         for file in files:
-            opened = _open_parquet(file)
+            with explain_parquet_errors(file):
+                opened = parquet.ParquetFile(file)
             self._image = _find_image_column(file, opened.schema_arrow, image)
             if label not in opened.schema_arrow.names:
                 raise InputError(
@@ -88,42 +89,30 @@ class ParquetRows(Rows):
                     f"{join_names(opened.schema_arrow.names)}"
                 )
             self.label_names = _name_labels(opened.schema_arrow, label)
-            first = len(labels)
+            start = first = len(labels)
             with explain_parquet_errors(file):
-                labels += parquet.read_table(file, columns=[label]).column(label).to_pylist()
+                labels += opened.read(columns=[label]).column(label).to_pylist()
             for group in range(opened.num_row_groups):
                 size = opened.metadata.row_group(group).num_rows
                 self.chunks.append(range(first, first + size))
-                self._groups.append((file, group))
+                self._groups.append((file, group, start))
                 first += size
         self.labels, names = _number_labels(labels, self.name)
         self.label_names = names or self.label_names
         self.by_name = names is not None
 
     def load(self, chunk: int) -> list[bytes]:
-        file, group = self._groups[chunk]
-        opened = _open_parquet(file)
+        from pyarrow import parquet
+
+        file, group, _ = self._groups[chunk]
         with explain_parquet_errors(file):
+            opened = parquet.ParquetFile(file)
             rows = opened.read_row_group(group, columns=[self._image]).column(0).to_pylist()
         return [(row["bytes"] if isinstance(row, dict) else row) or b"" for row in rows]
 
     def name(self, row: int) -> str:
-        at = next(i for i, rows in enumerate(self.chunks) if row in rows)
-        return f"{self._groups[at][0].name}, row {row - self._find_first_row(at)}"
-
-    def _find_first_row(self, chunk: int) -> int:
-        """The first row of the file that holds a chunk."""
-        file = self._groups[chunk][0]
-        return next(
-            rows.start for rows, (other, _) in zip(self.chunks, self._groups, strict=True) if other == file
-        )
-
-
-def _open_parquet(file: Path) -> Any:
-    from pyarrow import parquet
-
-    with explain_parquet_errors(file):
-        return parquet.ParquetFile(file)
+        file, _, start = next(g for g, rows in zip(self._groups, self.chunks, strict=True) if row in rows)
+        return f"{file.name}, row {row - start}"
 
 
 @contextmanager

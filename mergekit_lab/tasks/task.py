@@ -6,7 +6,6 @@ a backbone learns a task and is scored.
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sized
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Literal, get_args
@@ -93,7 +92,13 @@ class Task(ABC):
         """
         if part not in PARTS:
             raise InputError(f"task {self.name!r} has no part {part!r}{suggest(str(part), PARTS)}")
-        return _make(self, part)
+        if part not in self._made:
+            samples = self.make(part)
+            if len(samples) == 0:
+                raise InputError(f"task {self.name!r} has an empty part {part!r}: raise its size")
+            self.check(part, samples)
+            self._made[part] = samples
+        return self._made[part]
 
     def count(self, part: Part) -> int:
         """The number of samples in a part."""
@@ -101,7 +106,15 @@ class Task(ABC):
 
     def fingerprint(self) -> str:
         """SHA-256 of all that a model is trained and scored with (64 hex digits)."""
-        return _compute_fingerprint(self)
+        if "digest" not in self._made:
+            self._made["digest"] = self.digest()
+        digest: str = self._made["digest"]
+        return digest
+
+    @property
+    def _made(self) -> dict[str, Any]:
+        """What equal tasks share: their parts, and the digest."""
+        return _find_made(self)
 
 
 @dataclass(frozen=True)
@@ -145,17 +158,8 @@ class ImageTask(Task):
 
 
 @cache
-def _make(task: Task, part: Part) -> Sized:
-    samples: Sized = task.make(part)
-    if len(samples) == 0:
-        raise InputError(f"task {task.name!r} has an empty part {part!r}: raise its size")
-    task.check(part, samples)
-    return samples
-
-
-@cache
-def _compute_fingerprint(task: Task) -> str:
-    return task.digest()
+def _find_made(task: Task) -> dict[str, Any]:
+    return {}
 
 
 def digest_images(images: Tensor) -> list[bytes]:

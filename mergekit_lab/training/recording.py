@@ -43,15 +43,17 @@ class RecordedModule(lightning.LightningModule):
     Args:
         tasks: what is learned.
         steps: of the whole training.
-        record_every: steps from one point of the curve to the next.
         on_metrics: told of every point, with its step.
+
+    Attributes:
+        record_every: steps from one point of the curve to the next.
     """
 
-    def __init__(self, tasks: list[str], steps: int, record_every: int, on_metrics: OnMetrics | None) -> None:
+    def __init__(self, tasks: list[str], steps: int, on_metrics: OnMetrics | None) -> None:
         super().__init__()
         self.tasks = tasks
         self.steps = steps
-        self.record_every = record_every
+        self.record_every = max(1, steps // 50)
         self.on_metrics = on_metrics
         self.curve: list[dict[str, float]] = []
         self._points: deque[_Point] = deque()

@@ -20,7 +20,8 @@ from mergekit_lab.backbones import OpenClip, to_transformers
 from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.programs import start
 from mergekit_lab.reporting.paper_tables import read_published
-from mergekit_lab.reporting.published import Beside, read_beside, set_beside
+from mergekit_lab.reporting.published import Beside, set_beside
+from mergekit_lab.reporting.run_files import read_run
 from mergekit_lab.runs import published
 from mergekit_lab.runs.graph import list_nodes
 from mergekit_lab.runs.run import Run
@@ -168,7 +169,7 @@ def test_clip_experiments_run_from_repositories_as_on_the_hub(
     cfg, choices = compose_config([f"+experiment={name}", *job, *list_tiny_overrides(hub, module_store)])
     shrink(cfg, hub)
     start(cfg, tmp_path, choices, [])
-    beside = read_beside(tmp_path)
+    beside = read_run(tmp_path).published
     assert any(row.ours is not None for row in beside)
     assert "## Published numbers and ours" in (tmp_path / "summary.md").read_text()
 

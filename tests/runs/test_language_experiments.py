@@ -17,7 +17,8 @@ from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
 from mergekit_lab.reporting.paper_tables import find_conditions, read_published
-from mergekit_lab.reporting.published import Beside, read_beside, set_beside
+from mergekit_lab.reporting.published import Beside, set_beside
+from mergekit_lab.reporting.run_files import read_run
 from mergekit_lab.runs import published
 from mergekit_lab.runs.finetune import plan_settings
 from mergekit_lab.runs.graph import list_nodes
@@ -112,7 +113,7 @@ def test_every_experiment_says_its_command_and_stands_beside_its_published_numbe
         records = read_records(tmp_path / "run/records.jsonl")
         assert {r.task for r in records} == set(cfg.suite.tasks)
         assert (tmp_path / "run/report.html").is_file()
-        rows = read_beside(tmp_path / "run")
+        rows = read_run(tmp_path / "run").published
         beside = {table: [row for row in rows if table.endswith(row.table)] for table in cfg.published}
     measured = {name for name, rows in beside.items() if any(row.ours is not None for row in rows)}
     assert measured == {name for name, rows in beside.items() if rows}

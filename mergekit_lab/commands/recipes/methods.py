@@ -204,10 +204,7 @@ def make_method(
     thinned = _THINNED.get(family)
     if thinned == "magnitude" and even and not shared["rescale"]:
         density = min(1.0, max(float(densities[0]), (1 + 1e-9) / max(entries, 1)))
-        return TIES(
-            preset="mergekit", density=density, coefficient=float(shared["lambda"]), weights=weights,
-            aggregator="mean" if shared["normalize"] else "sum",
-        )  # fmt: skip
+        return _make_inner(True, bool(shared["normalize"]), float(shared["lambda"]), weights, density)
     inner = _make_inner(elects, bool(shared["normalize"]), float(shared["lambda"]), weights)
     if thinned is None or (even and densities[0] == 1):
         return inner
@@ -257,10 +254,12 @@ _OTHERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, list[Any]], bool], 
 }
 
 
-def _make_inner(elects: bool, normalize: bool, scale: float, weights: tuple[float, ...]) -> Method:
+def _make_inner(
+    elects: bool, normalize: bool, scale: float, weights: tuple[float, ...], density: float = 1.0
+) -> Method:
     if elects:
         return TIES(
-            preset="mergekit", density=1.0, coefficient=scale, weights=weights,
+            preset="mergekit", density=density, coefficient=scale, weights=weights,
             aggregator="mean" if normalize else "sum",
         )  # fmt: skip
     total = sum(weights)

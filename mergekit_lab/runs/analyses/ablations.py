@@ -57,7 +57,7 @@ class FisherFraction(Sweep):
     def describe_content(self, run: Run) -> dict[str, Any]:
         labels = self._list_labels(run)
         merges = [[f, merge_keys(self._vary(run, f), labels)] for f in self.fractions]
-        return self.describe_shared(run, "fisher_fraction") | {"merges": merges}
+        return self.describe(run, "fisher_fraction", merges=merges)
 
     def compute(self, run: Run, resume: Path) -> Data:
         own = self.score_experts(run)
@@ -113,7 +113,7 @@ class FinetuningSteps(Sweep):
         trainings = [
             [{t: declare_expert(v, t).key for t in v.tasks}, merge_keys(v, v.mergers)] for v in variants
         ]
-        return self.describe_shared(run, "steps") | {"trainings": trainings}
+        return self.describe(run, "steps", trainings=trainings)
 
     def compute(self, run: Run, resume: Path) -> Data:
         def compute(share: float) -> Data:

@@ -43,6 +43,11 @@ class Analysis:
     def __post_init__(self) -> None:
         check_settings(type(self), vars(self), "analysis.{}")
 
+    def describe(self, run: Run, name: str, tasks: Iterable[str] = (), **settings: Any) -> dict[str, Any]:
+        """Contents have the analysis's name, its settings, and what names the experts of these tasks."""
+        names = list(tasks)
+        return {"analysis": name, **settings} | (describe_experts(run, names) if names else {})
+
     def list_needs(self, run: Run) -> tuple[Node, ...]:
         """The artifacts that it reads."""
         return tuple(declare_expert(run, task) for task in run.experts)
@@ -105,10 +110,12 @@ class OnSamples(Analysis):
     part: Part = "validation"
     samples: Count | None = None
 
-    def describe_part(self, run: Run, tasks: Iterable[str] | None = None) -> dict[str, Any]:
-        """What names the samples of these tasks, by default of all."""
-        content = describe_scores(run, run.tasks if tasks is None else tasks)
-        return content | {"part": self.part, "samples": self.samples, "seed": run.seed}
+    def describe(self, run: Run, name: str, tasks: Iterable[str] = (), **settings: Any) -> dict[str, Any]:
+        """The same, and what names the samples of these tasks, by default of all."""
+        names = list(tasks)
+        scores = describe_scores(run, names or run.tasks)
+        part = {"part": self.part, "samples": self.samples, "seed": run.seed}
+        return super().describe(run, name, names, **settings) | scores | part
 
     def take_samples(self, run: Run, tasks: Iterable[str] | None = None) -> dict[str, Sample]:
         """Those samples, by task."""

@@ -23,7 +23,6 @@ from mergekit_lab.runs.analyses.contract import (
     check_tasks,
     choose_pairs,
     compute_each,
-    describe_experts,
     describe_scores,
     make_grid,
     normalize_mean,
@@ -54,12 +53,8 @@ class AlphaSweep(OnSamples):
         swept = list_scaled_mergers(run)
         if not swept:
             raise InputError("no merger of this run has a coefficient to sweep: set merger=task_arithmetic")
-        return {
-            "analysis": "alpha_sweep",
-            "alphas": make_grid(self.low, self.high, self.points),
-            "mergers": merge_keys(run, swept),
-            **self.describe_part(run),
-        }
+        alphas = make_grid(self.low, self.high, self.points)
+        return self.describe(run, "alpha_sweep", alphas=alphas, mergers=merge_keys(run, swept))
 
     def compute(self, run: Run, resume: Path) -> Data:
         alphas = make_grid(self.low, self.high, self.points)
@@ -112,13 +107,8 @@ class LossBarrier(OnSamples):
         return (*super().list_needs(run), declare_merged(run, self._find_label(run)))
 
     def describe_content(self, run: Run) -> dict[str, Any]:
-        return {
-            "analysis": "barrier",
-            "shares": make_grid(0.0, 1.0, self.points),
-            "merged": declare_merged(run, self._find_label(run)).key,
-            **self.describe_part(run),
-            **describe_experts(run, run.tasks),
-        }
+        shares, merged = make_grid(0.0, 1.0, self.points), declare_merged(run, self._find_label(run))
+        return self.describe(run, "barrier", run.tasks, shares=shares, merged=merged.key)
 
     def compute(self, run: Run, resume: Path) -> Data:
         label, shares = self._find_label(run), make_grid(0.0, 1.0, self.points)
@@ -168,16 +158,11 @@ class HessianPath(Analysis):
 
     def describe_content(self, run: Run) -> dict[str, Any]:
         names = self._list_tasks(run)
-        return {
-            "analysis": "hessian",
-            "shares": make_grid(0.0, 1.0, self.points),
-            "samples": self.samples,
-            "lanczos": [self.iterations, self.tolerance],
-            "products": self.products,
-            **describe_scores(run, names),
-            "seed": run.seed,
-            **describe_experts(run, names),
-        }
+        return self.describe(
+            run, "hessian", names,
+            shares=make_grid(0.0, 1.0, self.points), samples=self.samples, products=self.products,
+            lanczos=[self.iterations, self.tolerance], seed=run.seed, **describe_scores(run, names),
+        )  # fmt: skip
 
     def compute(self, run: Run, resume: Path) -> Data:
         names, shares = self._list_tasks(run), make_grid(0.0, 1.0, self.points)
@@ -253,13 +238,8 @@ class JointTaskLinearity(OnSamples):
     points: int = 11
 
     def describe_content(self, run: Run) -> dict[str, Any]:
-        return {
-            "analysis": "jtl",
-            "pairs": choose_pairs(run, self.pairs, default=None),
-            "alphas": make_grid(0.0, 1.0, self.points),
-            **self.describe_part(run),
-            **describe_experts(run, run.tasks),
-        }
+        pairs, alphas = choose_pairs(run, self.pairs, default=None), make_grid(0.0, 1.0, self.points)
+        return self.describe(run, "jtl", run.tasks, pairs=pairs, alphas=alphas)
 
     def compute(self, run: Run, resume: Path) -> Data:
         alphas, size = make_grid(0.0, 1.0, self.points), run.cfg.evaluation_batch_size

@@ -24,7 +24,6 @@ from mergekit_lab.runs.analyses.contract import (
     add_planes,
     choose_pairs,
     compute_each,
-    describe_experts,
     make_grid,
     read_states,
 )
@@ -64,15 +63,9 @@ class _OnPlane(OnSamples):
         used = dict.fromkeys(task for pair in pairs for task in pair)
         everything = self.tasks == "all" or self.others != 0
         names = list(run.tasks) if everything else list(used)
-        return {
-            "analysis": "plane",
-            "pairs": pairs,
-            "alphas": make_grid(self.low, self.high, self.points),
-            "others": self.others,
-            "tasks": self.tasks,
-            **self.describe_part(run, names),
-            **describe_experts(run, names),
-        }
+        alphas = make_grid(self.low, self.high, self.points)
+        settings = {"pairs": pairs, "alphas": alphas, "others": self.others}
+        return self.describe(run, "plane", names, **settings) | {"tasks": self.tasks}
 
     def compute(self, run: Run, resume: Path) -> Data:
         content = self.describe_content(run)
@@ -162,13 +155,7 @@ class ExpertCloud(OnSamples):
     def describe_content(self, run: Run) -> dict[str, Any]:
         if len(run.tasks) < 3:
             raise InputError("analysis=cloud needs at least three experts")
-        return {
-            "analysis": "cloud",
-            "points": self.points,
-            "margin": self.margin,
-            **self.describe_part(run),
-            **describe_experts(run, run.tasks),
-        }
+        return self.describe(run, "cloud", run.tasks, points=self.points, margin=self.margin)
 
     def compute(self, run: Run, resume: Path) -> Data:
         ends = read_states(run, run.tasks)

@@ -44,14 +44,14 @@ class Sweep(OnSamples):
 
     coefficients: Annotated[tuple[float, ...], MinLen(1)] = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 2.0)
 
-    def describe_shared(self, run: Run, name: str) -> dict[str, Any]:
-        """Settings that decide numbers, besides what is merged."""
-        return {"analysis": name, "coefficients": list(self.coefficients), **self.describe_part(run)}
+    def describe(self, run: Run, name: str, tasks: Iterable[str] = (), **settings: Any) -> dict[str, Any]:
+        return super().describe(run, name, tasks, coefficients=list(self.coefficients), **settings)
 
-    def _describe(self, run: Run, mergers: dict[str, Merger]) -> dict[str, Any]:
+    def _describe_mergers(self, run: Run, mergers: dict[str, Merger], **settings: Any) -> dict[str, Any]:
+        name = type(self).__name__
         if not mergers:
-            raise InputError(f"no merger of this run can be swept by {type(self).__name__}: set merger=tsvm")
-        return self.describe_shared(run, type(self).__name__) | {"mergers": merge_keys(run, mergers)}
+            raise InputError(f"no merger of this run can be swept by {name}: set merger=tsvm")
+        return self.describe(run, name, mergers=merge_keys(run, mergers), **settings)
 
     def find_best(
         self, run: Run, method: Method, own: dict[str, float], tasks: Sequence[str] | None = None
@@ -107,7 +107,7 @@ class RankSweep(Sweep):
         return {label: m for label, m in run.mergers.items() if hasattr(m.method, "rank")}
 
     def describe_content(self, run: Run) -> dict[str, Any]:
-        return self._describe(run, self._list_mergers(run)) | {"ranks": list(self.ranks)}
+        return self._describe_mergers(run, self._list_mergers(run), ranks=list(self.ranks))
 
     def compute(self, run: Run, resume: Path) -> Data:
         own = self.score_experts(run)
@@ -139,8 +139,8 @@ class ExpertCount(Sweep):
     groups: Annotated[int, Ge(0)] = 3
 
     def describe_content(self, run: Run) -> dict[str, Any]:
-        content = self._describe(run, list_scaled_mergers(run))
-        return content | {"groups": self.groups, **describe_experts(run, run.tasks)}
+        content = self._describe_mergers(run, list_scaled_mergers(run), groups=self.groups)
+        return content | describe_experts(run, run.tasks)
 
     def _list_groups(self, run: Run) -> list[list[str]]:
         names = list(run.tasks)
@@ -235,12 +235,8 @@ class CurvatureGain(OnSamples):
 
     def describe_content(self, run: Run) -> dict[str, Any]:
         merger = self._find_merger(run)
-        return {
-            "analysis": "curvature_gain",
-            "merge": make_key(describe_merge(run, merger)),
-            "coefficient": self.coefficient,
-            **self.describe_part(run),
-        }
+        merge = make_key(describe_merge(run, merger))
+        return self.describe(run, "curvature_gain", merge=merge, coefficient=self.coefficient)
 
     def compute(self, run: Run, resume: Path) -> Data:
         method = self._find_merger(run).method

@@ -27,7 +27,6 @@ from mergekit_lab.runs.analyses.contract import (
     OnSamples,
     choose_pairs,
     compute_each,
-    describe_experts,
     read_states,
     subtract,
 )
@@ -53,13 +52,8 @@ class TaskVectors(Analysis):
     values: Count = 64
 
     def describe_content(self, run: Run) -> dict[str, Any]:
-        return {
-            "analysis": "task_vectors",
-            "arithmetic": "float32",
-            "rank": self.rank,
-            "values": self.values,
-            **describe_experts(run, run.tasks),
-        }
+        settings = {"rank": self.rank, "values": self.values}
+        return self.describe(run, "task_vectors", run.tasks, arithmetic="float32", **settings)
 
     def compute(self, run: Run, resume: Path) -> Data:
         ends = read_states(run, run.tasks)
@@ -143,14 +137,8 @@ class CrossTaskLinearity(OnSamples):
     def describe_content(self, run: Run) -> dict[str, Any]:
         pairs = choose_pairs(run, self.pairs, default=None)
         names = list(dict.fromkeys(task for pair in pairs for task in pair))
-        return {
-            "analysis": "ctl",
-            "features": "unpadded",
-            "pairs": pairs,
-            "coefficient": self.coefficient,
-            **self.describe_part(run, names),
-            **describe_experts(run, names),
-        }
+        settings = {"pairs": pairs, "coefficient": self.coefficient}
+        return self.describe(run, "ctl", names, features="unpadded", **settings)
 
     def compute(self, run: Run, resume: Path) -> Data:
         pairs = choose_pairs(run, self.pairs, default=None)
@@ -189,13 +177,8 @@ class EntryDistribution(Analysis):
     share: Share = 0.99
 
     def describe_content(self, run: Run) -> dict[str, Any]:
-        return {
-            "analysis": "distribution",
-            "arithmetic": "float32",
-            "bins": self.bins,
-            "share": self.share,
-            **describe_experts(run, run.tasks),
-        }
+        settings = {"bins": self.bins, "share": self.share}
+        return self.describe(run, "distribution", run.tasks, arithmetic="float32", **settings)
 
     def compute(self, run: Run, resume: Path) -> Data:
         ends = read_states(run, run.tasks)
