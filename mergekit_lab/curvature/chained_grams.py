@@ -10,8 +10,6 @@ Reference: nthehai01/RegMean-plusplus (`RegMeanAlgorithmPlusPlus`), which leaves
 the layers. Here that is the mean, as in RegMean.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any

@@ -11,8 +11,6 @@ sample (`nn.MultiheadAttention`'s inner layout is seen to). Where a shape says o
 parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

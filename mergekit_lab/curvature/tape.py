@@ -6,8 +6,6 @@ over each sample's gradient once backward has passed. `recorder.py` fills a tape
 hands over.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -11,8 +11,6 @@ The authors' code was not to be had, so the tests compare with these formulas, w
 and entries without a conflict (a number that is not positive) are left alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar

@@ -11,8 +11,6 @@ Reference: nik-dim/tall_masks (`src/utils/tallmask_utils.py`), which compares th
 of experts, which gives it the base, is an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Devices for the arithmetic of a merge."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

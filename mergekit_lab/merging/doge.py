@@ -11,8 +11,6 @@ expert equal to the base on a matrix makes it divide by 0; here it counts nothin
 fewer directions than the shared subspace is given, it takes arbitrary ones of its SVD; here there are none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated

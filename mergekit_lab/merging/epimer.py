@@ -11,8 +11,6 @@ of that projection the expert's atoms.
 Only one Gram matrix is needed, that of `v̄ = Σ λ_t v_t`, because `H_t d_t = Sᵀ((v_t + ε) ∘ lift(d_t))`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal

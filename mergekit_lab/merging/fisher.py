@@ -6,8 +6,6 @@ the order of experts; here all are, unless `favor_target`. `mergelm` is what yul
 tanganke/fusion_bench run: the floor is added, and the norm has it too.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Jobs of a merge run by workers, one or several a device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Which tensors of a merge are worked on together."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -7,8 +7,6 @@ of the lengths. All iterates are sums of the experts' directions, so they are co
 experts, in float64, and no pass over the tensor is made for them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated

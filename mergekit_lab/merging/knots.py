@@ -10,8 +10,6 @@ apanariello4/core-space-merging does: preset `"paper"`. They differ where magnit
 of different rows are compared, as by TIES' trimming.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 

@@ -10,8 +10,6 @@ the sigmoid's slope: its `l1` strengthens decisions, and so does ours. It leaves
 norm: `exclude` does that here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated

@@ -6,8 +6,6 @@ divided by. Of EMR-Merging the unified vector, every expert's mask in bits, and 
 `checkpoints.low_rank` reads them back and expands them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ is the point where the tangent space touches, so the result has the direction of
 vectors and the weighted mean of their lengths: this is what runs here, without the detour.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated

@@ -5,8 +5,6 @@ alchemonaut's QuartetAnemoi-70B; arcee-ai/mergekit's `nearswap`. An entry moves 
 it. mergekit's two models are its base and another; here they are the two experts, as for SLERP.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -7,8 +7,6 @@ that of its own, to make up for the averaging. The paper counts over the whole m
 `ramplus_tl` tensor by tensor.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 

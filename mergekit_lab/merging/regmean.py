@@ -9,8 +9,6 @@ a common scale changes nothing, different scales weigh the experts. It inverts w
 of Grams that is singular, to the precision of the data, is an error that names the tensor.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 

@@ -12,8 +12,6 @@ A `gate_up_proj` `[E, 2·m, n]` is two matrices per expert, the gate's rows befo
 it is one: gpt-oss interleaves the two.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ jobs in turn, a core or a device each, so that reading, arithmetic and the consu
 memory is bounded by the jobs in flight, never by the model. What comes out does not depend on any of this.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -235,6 +233,9 @@ def merge_tensors(
     return _generate(inputs, inputs.merged, run_jobs(readers, run), dtype)
 
 
+Lift = Callable[[Frame, list[str], Callable[[list[str], torch.dtype | None], Results]], Results]
+
+
 def merge_coordinates(
     inputs: Inputs, method: SubspaceMethod, device: Devices, notes: Notes | None, lift: Lift | None = None
 ) -> tuple[Frame, Iterator[Results]]:
@@ -250,9 +251,6 @@ def merge_coordinates(
         return merge(names, None) if lift is None else lift(frame, names, merge)
 
     return frame, run_jobs(readers, run)
-
-
-Lift = Callable[[Frame, list[str], Callable[[list[str], torch.dtype | None], Results]], Results]
 
 
 def _lift_into(inputs: Inputs, dtype: torch.dtype | None) -> Lift:

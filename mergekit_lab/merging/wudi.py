@@ -13,8 +13,6 @@ What the gradient is made of does not change from step to step, so a step costs 
 of experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
