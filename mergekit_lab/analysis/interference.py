@@ -17,7 +17,7 @@ from mergekit_lab.analysis.bound import Bound, measure_bound
 from mergekit_lab.checkpoints import Checkpoint
 from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.merging.inputs import Inputs
-from mergekit_lab.ranges import require_whole
+from mergekit_lab.ranges import Count, check_value
 
 _BLOCK = 1 << 19
 _EXACT = 256
@@ -204,7 +204,7 @@ def measure_layers(
         InputError: a rank under 1, a Fisher that lacks a tensor or has negative entries, entries that are not
             finite.
     """
-    require_whole("rank", rank, 1)
+    check_value(rank, Count, "rank")
     for name in inputs.merged:
         base, tensors = inputs.base[name], [expert[name] for expert in inputs.experts.values()]
         sums, squares = Sums.make_zero(len(tensors)), 0.0

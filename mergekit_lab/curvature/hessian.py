@@ -20,7 +20,7 @@ from mergekit_lab.batches import Batch, count_samples
 from mergekit_lab.curvature.fisher import switch_to_evaluation
 from mergekit_lab.curvature.likelihood import compute_logits, log_likelihood
 from mergekit_lab.errors import InputError
-from mergekit_lab.ranges import require_whole
+from mergekit_lab.ranges import require
 
 Product = Callable[[Tensor], Tensor]
 
@@ -175,7 +175,7 @@ def trace(product: Product, like: Tensor, *, products: int = 30, seed: int = 0) 
     Raises:
         InputError: fewer than 6 products.
     """
-    require_whole("products", products, 6)
+    require(products >= 6, "products", products, "at least 6")
     third = products // 3
     generator = torch.Generator().manual_seed(seed)
 

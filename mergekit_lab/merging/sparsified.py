@@ -35,6 +35,7 @@ class WrappingMethod(Method):
     """Whether it cannot be another method's inner one."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(isinstance(self.inner, Method), "inner", self.inner, "a method")
         if isinstance(self.inner, WrappingMethod) and self.inner.stands_alone:
             within, outer = type(self.inner).__name__, type(self).__name__

@@ -151,6 +151,7 @@ class TIES(ScaledMethod):
     elementwise = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.count_buffers and not self.rule.whole_model:
             raise InputError(f"count_buffers is defined for whole-model presets, not {self.preset!r}")
 

@@ -34,12 +34,10 @@ def add_intervals(table: Table, samples: Samples) -> Table:
     """
     import numpy as np
 
-    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for i, row in enumerate(table.rows):
-        groups[row.group].append(i)
     rows = list(table.rows)
     left_out: list[str] = []
-    for group, everything in groups.items():
+    for group in table.groups:
+        everything = [i for i, row in enumerate(rows) if row.group == group]
         keys = _keep_alike({i: rows[i] for i in everything}, samples)
         if not keys:
             continue
@@ -64,7 +62,7 @@ def add_intervals(table: Table, samples: Samples) -> Table:
                 from_, to = np.quantile(drawn[:, best] - drawn[:, i], [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
                 close = bool(from_ <= 0 <= to)
             rows[position] = replace(rows[position], interval=(float(low[i]), float(high[i])), close=close)
-    return replace(table, rows=tuple(rows), notes=(*table.notes, *_write_notes(rows), *left_out))
+    return replace(table, rows=tuple(rows), notes=(*table.notes, *_write_notes(table, rows), *left_out))
 
 
 Keys = Mapping[tuple[int, str], str]
@@ -120,15 +118,13 @@ def _draw_weights(random: Any, draws: int, size: int) -> Any:
     return random.multinomial(size, [1 / size] * size, size=draws).astype(np.float32)
 
 
-def _write_notes(rows: Sequence[Row]) -> list[str]:
-    close: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for row in rows:
-        if row.close:
-            close[row.group].append(row.name)
+def _write_notes(table: Table, rows: Sequence[Row]) -> list[str]:
     verdict = "not distinguishable from the best average (95 %, bootstrap over test samples and seeds)"
+    close = {group: [row.name for row in rows if row.close and row.group == group] for group in table.groups}
     return [
-        f"{' / '.join(group)}: {verdict}: {', '.join(labels)}."
+        f"{' / '.join(group)}: {verdict}: {', '.join(names)}."
         if group
-        else f"N{verdict[1:]}: {', '.join(labels)}."
-        for group, labels in close.items()
+        else f"N{verdict[1:]}: {', '.join(names)}."
+        for group, names in close.items()
+        if names
     ]

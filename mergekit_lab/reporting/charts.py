@@ -12,10 +12,12 @@ from mergekit_lab.reporting.encoding import (
     as_percent,
     draw_cells,
     draw_error_bars,
+    draw_layer,
     encode_axis,
     encode_looks,
     encode_nominal,
     encode_number,
+    encode_quantity,
     encode_scale,
     encode_tooltip,
     is_dark,
@@ -62,50 +64,33 @@ def chart_bars(table: Table, group: tuple[str, ...], title: str, error_bars: str
     looks = choose_looks(table.mergers)
     colors = {row.name: looks[row.label].color for row in rows}
     dashes = {name: _REFERENCES[row.kind] for name, row in lines.items()}
-    layers: list[Chart] = [
-        {
-            "mark": {"type": "bar", "height": {"band": 0.9}},
-            "encoding": {
-                "x": x, "y": y, "yOffset": offset,
-                "tooltip": encode_tooltip(model="model", measure="measure", text="percent"),
-                "color": encode_scale("model", colors) | {"legend": None},
-                "opacity": {
-                    "field": "measure", "type": "ordinal",
-                    "scale": {"domain": ["average", "normalized"], "range": [1, 0.45]},
-                    "legend": {"labelExpr": _BARS},
-                },
+    layers = [
+        draw_layer(
+            {"type": "bar", "height": {"band": 0.9}},
+            x=x, y=y, yOffset=offset,
+            tooltip=encode_tooltip(model="model", measure="measure", text="percent"),
+            color=encode_scale("model", colors) | {"legend": None},
+            opacity={
+                "field": "measure", "type": "ordinal",
+                "scale": {"domain": ["average", "normalized"], "range": [1, 0.45]},
+                "legend": {"labelExpr": _BARS},
             },
-        },
-        {
-            "mark": _ERROR_BAR,
-            "transform": [{"filter": "datum.high > datum.low"}],
-            "encoding": {
-                "x": {"field": "low", "type": "quantitative", "title": unit}, "x2": {"field": "high"}, "y": y,
-                "yOffset": offset,
-                "tooltip": encode_tooltip(model="model", measure="measure", low="from", high="to"),
-            },
-        },
-        {
-            "data": {"values": shown},
-            "mark": {"type": "rule", "color": REFERENCE.color, "strokeWidth": 1.3},
-            "encoding": {
-                "x": {"field": "value", "type": "quantitative"},
-                "strokeDash": encode_scale("reference", dashes)
-                | {"legend": {"labelExpr": "datum.label + ', average'"}},
-                "tooltip": encode_tooltip(reference="model", value="average"),
-            },
-        },
-        *write_over(
-            {
-                "x": {"field": "high", "type": "quantitative"}, "y": y, "yOffset": offset,
-                "text": {"field": "text"},
-            },
-            {"align": "left", "dx": 5, "fontWeight": {"expr": "datum.best ? 'bold' : 'normal'"}},
+        ),
+        draw_layer(
+            _ERROR_BAR,
+            change=[{"filter": "datum.high > datum.low"}],
+            x=encode_quantity("low", title=unit), x2={"field": "high"}, y=y, yOffset=offset,
+            tooltip=encode_tooltip(model="model", measure="measure", low="from", high="to"),
         ),
     ]  # fmt: skip
-    if not lines:
-        del layers[2]
-    return make_panel(title, {"data": {"values": values}, "layer": layers, "height": {"step": 19}})
+    if lines:
+        dash = encode_scale("reference", dashes) | {"legend": {"labelExpr": "datum.label + ', average'"}}
+        rule = {"type": "rule", "color": REFERENCE.color, "strokeWidth": 1.3}
+        tooltip = encode_tooltip(reference="model", value="average")
+        layers.append(draw_layer(rule, shown, x=encode_quantity("value"), strokeDash=dash, tooltip=tooltip))
+    style = {"align": "left", "dx": 5, "fontWeight": {"expr": "datum.best ? 'bold' : 'normal'"}}
+    layers += write_over(style, x=encode_quantity("high"), y=y, yOffset=offset, text={"field": "text"})
+    return make_panel(title, layers, data={"values": values}, height={"step": 19})
 
 
 def chart_heat_map(rows: Sequence[Row], tasks: Sequence[str], low: float, high: float) -> Chart:
@@ -136,27 +121,13 @@ def chart_shares(table: Table, rows: Sequence[Row], experts: Row) -> Chart:
     names = {row.name: looks[row.label] for row in rows}
     x = encode_axis("value", "% of the expert's", {"zero": False})
     tooltip = encode_tooltip(name="model", task="task", value="% of the expert's")
-    return make_panel(
-        "",
-        {
-            "height": {"step": 30},
-            "layer": [
-                {
-                    "data": {"values": values},
-                    "mark": {"type": "point", "filled": True, "size": 80, "opacity": 0.85},
-                    "encoding": {
-                        "x": x, "y": encode_nominal("task") | {"axis": {"grid": True}}, "tooltip": tooltip,
-                        **encode_looks(names),
-                    },
-                },
-                {
-                    "data": {"values": [{"value": 100}]},
-                    "mark": {"type": "rule", "color": REFERENCE.color},
-                    "encoding": {"x": {"field": "value", "type": "quantitative"}},
-                },
-            ],
-        },
-    )  # fmt: skip
+    y = encode_nominal("task") | {"axis": {"grid": True}}
+    dot = {"type": "point", "filled": True, "size": 80, "opacity": 0.85}
+    layers = [
+        draw_layer(dot, values, x=x, y=y, tooltip=tooltip, **encode_looks(names)),
+        draw_layer({"type": "rule", "color": REFERENCE.color}, [{"value": 100}], x=encode_quantity("value")),
+    ]
+    return make_panel("", layers, height={"step": 30})
 
 
 def chart_costs(
@@ -195,22 +166,11 @@ def chart_costs(
     )
     looks = encode_looks(names)
     tooltip = [*encode_tooltip(name="model", text="normalized (%)"), encode_number("x", x)]
-    return make_panel(
-        title,
-        {
-            "height": 300,
-            "layer": [
-                {
-                    "data": {"values": [{"x": a, "y": as_percent(b)} for a, b in front]},
-                    "mark": {"type": "line", "color": "#888888", "strokeDash": [5, 4], "strokeWidth": 1},
-                    "encoding": {"x": across, "y": up},
-                },
-                draw_error_bars(values, across, up, looks["color"]),
-                {
-                    "data": {"values": values},
-                    "mark": {"type": "point", "filled": True, "size": 90, "opacity": 1},
-                    "encoding": {"x": across, "y": up, **looks, "tooltip": tooltip},
-                },
-            ],
-        },
-    )
+    line = {"type": "line", "color": "#888888", "strokeDash": [5, 4], "strokeWidth": 1}
+    dot = {"type": "point", "filled": True, "size": 90, "opacity": 1}
+    layers = [
+        draw_layer(line, [{"x": a, "y": as_percent(b)} for a, b in front], x=across, y=up),
+        draw_error_bars(values, across, up, looks["color"]),
+        draw_layer(dot, values, x=across, y=up, **looks, tooltip=tooltip),
+    ]
+    return make_panel(title, layers, height=300)

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.reporting.leaderboard import (
-    distinguish_labels,
+    distinguish_mergers,
     keep_first_metric,
     mark_best,
     note_strengths,
@@ -70,15 +71,20 @@ def tabulate_across(records: Iterable[Record], table: str, measure: str = "norma
     """
     names, fixed = parse_table(table, measure)
     part, of_part = select_part(records)
-    shown = _distinguish(keep_first_metric(of_part))
-    shown = _narrow(shown, fixed, table)
+    shown = _narrow(distinguish_mergers(keep_first_metric(of_part)), fixed, table)
     _refuse_open(shown, names, table)
     rows, columns = (_list_values(shown, name) for name in names)
-    by_cell: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    by_cell: dict[tuple[str, ...], list[Record]] = defaultdict(list)
+    kept: dict[tuple[Any, ...], str] = {}
     for record in shown:
-        by_cell[_read_value(record, names[0]), _read_value(record, names[1])].append(record)
-    for (row, column), members in by_cell.items():
-        _refuse_several(members, f"table={table}: {row}, {column}")
+        cell = tuple(_read_value(record, name) for name in names)
+        by_cell[cell].append(record)
+        where = (*cell, record.task, record.seed)
+        if kept.setdefault(where, record.evaluation_key) != record.evaluation_key:
+            raise InputError(
+                f"table={table}: {', '.join(cell)}: {record.task}, seed {record.seed}, has several evaluations "
+                "that differ outside the table's dimensions: report over fewer runs"
+            )
 
     tasks = {record.task for record in shown}
 
@@ -95,10 +101,9 @@ def tabulate_across(records: Iterable[Record], table: str, measure: str = "norma
     if measure == "normalized":
         notes = _note_strengths(fill("expert_value"), names)
         if notes:
-            plain = [[cell.mean for cell in row] for row in fill("value")]
             cells = [
-                [replace(cell, plain=value) for cell, value in zip(*pair, strict=True)]
-                for pair in zip(cells, plain, strict=True)
+                [replace(share, plain=value.mean) for share, value in zip(*lines, strict=True)]
+                for lines in zip(cells, fill("value"), strict=True)
             ]
     references = frozenset(r.label for r in shown if r.kind != "merged" and "merger" in names)
     over = [what for what in ("task", "seed") if what not in names and len(_list_values(shown, what)) > 1]
@@ -167,17 +172,6 @@ def _narrow(records: Sequence[Record], fixed: Mapping[str, str], table: str) -> 
     return kept
 
 
-def _distinguish(records: Sequence[Record]) -> list[Record]:
-    """Mergers that ran in several ways under one label get the labels that the leaderboard gives them."""
-    names = distinguish_labels(records)
-    return [
-        replace(record, merger=names.get((record.merger, record.model_key), record.merger))
-        if record.merger is not None
-        else record
-        for record in records
-    ]
-
-
 def _refuse_open(records: Sequence[Record], names: Sequence[str], table: str) -> None:
     for axis in (*AXES, "merger"):
         values = _list_values(records, axis)
@@ -185,16 +179,6 @@ def _refuse_open(records: Sequence[Record], names: Sequence[str], table: str) ->
             raise InputError(
                 f"table={table} leaves {axis} open, which has several values ({join_names(values)}): make it "
                 f"one of the two, or fix it, table={table}@{axis}:VALUE"
-            )
-
-
-def _refuse_several(records: Sequence[Record], where: str) -> None:
-    kept: dict[tuple[int, str], str] = {}
-    for record in records:
-        if kept.setdefault((record.seed, record.task), record.evaluation_key) != record.evaluation_key:
-            raise InputError(
-                f"{where}: {record.task}, seed {record.seed}, has several evaluations that differ outside "
-                "the table's dimensions: report over fewer runs"
             )
 
 

@@ -16,9 +16,24 @@ _CELL = 38
 """Pixels that a number of a heat map needs."""
 
 
-def make_panel(title: str, body: Chart) -> Chart:
+def make_panel(title: str, layers: Sequence[Chart], **shape: Any) -> Chart:
     """A panel with its title, and what a screen reader says of it."""
-    return {**({"title": title} if title else {}), "description": title or "chart", **body}
+    named = {"title": title} if title else {}
+    return {**named, "description": title or "chart", **shape, "layer": list(layers)}
+
+
+def draw_layer(
+    mark: Chart, values: Sequence[Chart] | None = None, change: Sequence[Chart] = (), **channels: Any
+) -> Chart:
+    """Marks of one kind, of their own `values` or of the panel's, after a `change` if there is one."""
+    own = {} if values is None else {"data": {"values": list(values)}}
+    changed = {"transform": change} if change else {}
+    return {**own, "mark": mark, **changed, "encoding": channels}
+
+
+def encode_quantity(field: str, **more: Any) -> Chart:
+    """A number."""
+    return {"field": field, "type": "quantitative", **more}
 
 
 def encode_nominal(field: str) -> Chart:
@@ -32,12 +47,12 @@ def encode_axis(field: str, title: str, scale: Chart, values: Iterable[float] = 
     known = [value for value in values if value > 0 and math.isfinite(value)]
     if scale.get("type") == "log" and known and max(known) < 10 * min(known):
         axis["labelExpr"] = "format(datum.value, ',.5~g')"  # within a decade Vega leaves most ticks without
-    return {"field": field, "type": "quantitative", "title": title or None, "scale": scale, "axis": axis}
+    return encode_quantity(field, title=title or None, scale=scale, axis=axis)
 
 
 def encode_number(field: str, title: str) -> Chart:
     """A number of a tooltip."""
-    return {"field": field, "type": "quantitative", "title": title, "format": ".5~g"}
+    return encode_quantity(field, title=title, format=".5~g")
 
 
 def encode_tooltip(**titles: str) -> list[Chart]:
@@ -61,18 +76,18 @@ def encode_looks(looks: Mapping[str, Look]) -> Chart:
 
 def draw_error_bars(values: Sequence[Chart], x: Chart, y: Chart, color: Chart) -> Chart:
     """From `low` to `high` of those values that have both."""
-    low = {"field": "low", "type": "quantitative", "title": y["title"]}
-    return {
-        "data": {"values": [value for value in values if value.get("high") != value.get("low")]},
-        "mark": {"type": "errorbar", "opacity": 1, "ticks": {"size": 6, "opacity": 1}},
-        "encoding": {"x": x, "y": low, "y2": {"field": "high"}, "color": color},
-    }
+    mark = {"type": "errorbar", "opacity": 1, "ticks": {"size": 6, "opacity": 1}}
+    spread = [value for value in values if value.get("high") != value.get("low")]
+    low = encode_quantity("low", title=y["title"])
+    return draw_layer(mark, spread, x=x, y=low, y2={"field": "high"}, color=color)
 
 
-def write_over(encoding: Chart, style: Chart, halo: str = "white") -> list[Chart]:
+def write_over(
+    style: Chart, values: Sequence[Chart] | None = None, halo: str = "white", **channels: Any
+) -> list[Chart]:
     """Text that can be read over anything."""
     return [
-        {"mark": {"type": "text", **style, **around}, "encoding": encoding}
+        draw_layer({"type": "text", **style, **around}, values, **channels)
         for around in ({"stroke": halo, "strokeWidth": 3, "strokeJoin": "round"}, {})
     ]
 
@@ -98,27 +113,21 @@ def draw_cells(
 ) -> Chart:
     """A heat map of `value`, with the text `shown` in every cell; white where it is `dark`."""
     order = {axis: list(dict.fromkeys(value[axis] for value in values)) for axis in (x, y)}
-    color = {
-        "field": "value", "type": "quantitative", "scale": scale, "legend": None,
-        "condition": {"test": "datum.value === null", "value": MISSING_COLOR},
-    }  # fmt: skip
+    missing = {"test": "datum.value === null", "value": MISSING_COLOR}
+    color = encode_quantity("value", scale=scale, legend=None, condition=missing)
     ink = {"condition": {"test": "datum.dark", "value": "white"}, "value": "black"}
+    layers = [
+        draw_layer({"type": "rect", "stroke": "white", "invalid": "show"}, color=color, tooltip=tooltip),
+        draw_layer({"type": "text"}, text={"field": "shown"}, color=ink),
+    ]
     return make_panel(
         title,
-        {
-            "data": {"values": list(values)},
-            "height": {"step": 26},
-            "usermeta": {"minimum": 130 + _CELL * len(order[x])},
-            "encoding": {
-                "x": encode_nominal(x) | {"sort": order[x], "axis": {"labelAngle": -35}},
-                "y": encode_nominal(y) | {"sort": order[y]},
-            },
-            "layer": [
-                {
-                    "mark": {"type": "rect", "stroke": "white", "invalid": "show"},
-                    "encoding": {"color": color, "tooltip": tooltip},
-                },
-                {"mark": {"type": "text"}, "encoding": {"text": {"field": "shown"}, "color": ink}},
-            ],
+        layers,
+        data={"values": list(values)},
+        height={"step": 26},
+        usermeta={"minimum": 130 + _CELL * len(order[x])},
+        encoding={
+            "x": encode_nominal(x) | {"sort": order[x], "axis": {"labelAngle": -35}},
+            "y": encode_nominal(y) | {"sort": order[y]},
         },
     )

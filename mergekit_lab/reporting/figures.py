@@ -14,10 +14,12 @@ from mergekit_lab.reporting.encoding import (
     Chart,
     draw_cells,
     draw_error_bars,
+    draw_layer,
     encode_axis,
     encode_looks,
     encode_nominal,
     encode_number,
+    encode_quantity,
     encode_scale,
     encode_tooltip,
     is_dark,
@@ -100,29 +102,21 @@ def chart_lines(
         up["axis"]["format"] = ".3~e"
     points = encode_looks(looks)
     stroke = encode_scale("name", {name: look.dash for name, look in looks.items()})
-    layers: list[Chart] = []
+    layers = []
     if labels is None:
-        encoding = {"x": across, "y": up, "color": points["color"], "strokeDash": stroke}
-        layers.append({"mark": {"type": "line", "strokeWidth": 1.8}, "encoding": encoding})
+        line = {"type": "line", "strokeWidth": 1.8}
+        layers.append(draw_layer(line, x=across, y=up, color=points["color"], strokeDash=stroke))
     if any("low" in value for value in values):
         layers.append(draw_error_bars(values, across, up, points["color"]))
     at = encode_tooltip(x=x or "at") if labels is not None else [encode_number("x", x or "x")]
     tooltip = [*encode_tooltip(name="name"), *at, encode_number("y", y or "value")]
-    layers.append(
-        {
-            "mark": {"type": "point", "filled": True, "size": 45, "opacity": 0 if dense else 1},
-            "encoding": {"x": across, "y": up, **points, "tooltip": tooltip},
-        }
-    )
+    dot = {"type": "point", "filled": True, "size": 45, "opacity": 0 if dense else 1}
+    layers.append(draw_layer(dot, x=across, y=up, **points, tooltip=tooltip))
     if any("chosen" in value for value in values):
-        layers.append(
-            {
-                "mark": {"type": "point", "size": 220, "strokeWidth": 2},
-                "transform": [{"filter": "datum.chosen"}],
-                "encoding": {"x": across, "y": up, "color": points["color"]},
-            }
-        )
-    return make_panel(title, {"data": {"values": values}, "height": 260, "layer": layers})
+        ring = {"type": "point", "size": 220, "strokeWidth": 2}
+        picked = [{"filter": "datum.chosen"}]
+        layers.append(draw_layer(ring, change=picked, x=across, y=up, color=points["color"]))
+    return make_panel(title, layers, data={"values": values}, height=260)
 
 
 def chart_plane(
@@ -154,24 +148,25 @@ def chart_plane(
         for a, line in zip(grid[0], values, strict=True)
         for b, value in zip(grid[1], line, strict=True)
     ]
-    color = {
-        "field": "v", "type": "quantitative",
-        "scale": {
+    color = encode_quantity(
+        "v",
+        scale={
             "type": "threshold", "domain": [shorten(level) for level in levels[1:-1]],
             "scheme": {"name": "viridis", "count": max(len(levels) - 1, 2)},
         },
-        "legend": {"type": "gradient", "orient": "right", "gradientLength": _SIDE, "format": ".3~g"},
-        "condition": {"test": "datum.v === null", "value": MISSING_COLOR},
-    }  # fmt: skip
+        legend={"type": "gradient", "orient": "right", "gradientLength": _SIDE, "format": ".3~g"},
+        condition={"test": "datum.v === null", "value": MISSING_COLOR},
+    )  # fmt: skip
     domains = [[axis[0] - step / 2, axis[-1] + step / 2] for step, axis in zip(steps, grid, strict=True)]
     across, up = (
-        {
-            "field": f"low_{field}", "type": "quantitative", "title": name,
-            "axis": {"grid": False, "tickCount": 6},
-            "scale": {"domain": domain, "nice": False},
-        }
+        encode_quantity(
+            f"low_{field}",
+            title=name,
+            axis={"grid": False, "tickCount": 6},
+            scale={"domain": domain, "nice": False},
+        )
         for field, name, domain in zip("ab", names, domains, strict=True)
-    )  # fmt: skip
+    )
     tooltip = [encode_number(field, name) for field, name in zip("abv", (*names, title), strict=True)]
     ends = [
         {"calculate": f"datum.{field} {sign} {step / 2}", "as": f"{end}_{field}"}
@@ -179,34 +174,20 @@ def chart_plane(
         for sign, end in (("-", "low"), ("+", "high"))
     ]
     cell = {"x": across, "y": up, "x2": {"field": "high_a"}, "y2": {"field": "high_b"}}
-    layers: list[Chart] = [
-        {
-            "mark": {"type": "rect", "invalid": "show"},
-            "transform": ends,
-            "encoding": {**cell, "color": color, "tooltip": tooltip},
-        }
-    ]
+    layers = [draw_layer({"type": "rect", "invalid": "show"}, None, ends, **cell, color=color, tooltip=tooltip)]
     if box is not None:
-        corners = {axis: {"datum": box[end]} for axis, end in (("x", 0), ("y", 0), ("x2", 1), ("y2", 1))}
-        layers.append({"mark": {"type": "rect", "filled": False, "stroke": "#D62728"}, "encoding": corners})
+        corners: Chart = {axis: {"datum": box[end]} for axis, end in (("x", 0), ("y", 0), ("x2", 1), ("y2", 1))}
+        layers.append(draw_layer({"type": "rect", "filled": False, "stroke": "#D62728"}, **corners))
     if points:
-        where = {axis: {"field": axis, "type": "quantitative"} for axis in "xy"}
+        where: Chart = {axis: encode_quantity(axis) for axis in "xy"}
         dot = {"type": "point", "filled": True, "size": 60, "color": "white", "stroke": "black", "opacity": 1}
-        sides = _place_names(points, domains)
-        layers.append(
-            {
-                "data": {"values": [{"name": name, "x": x, "y": y} for name, (x, y) in points.items()]},
-                "mark": dot,
-                "encoding": where | {"tooltip": encode_tooltip(name="at")},
-            }
-        )
-        for name, (x, y) in points.items():
-            right, above = sides[name]
+        named = [{"name": name, "x": x, "y": y} for name, (x, y) in points.items()]
+        layers.append(draw_layer(dot, named, **where, tooltip=encode_tooltip(name="at")))
+        for point, (right, above) in zip(named, _place_names(points, domains).values(), strict=True):
             beside = {"align": "left" if right else "right", "dx": 7 if right else -7, "dy": -7 if above else 8}
-            encoding = where | {"text": {"field": "name"}}
-            written = write_over(encoding, beside | {"color": "white"}, halo="black")
-            layers += [{"data": {"values": [{"name": name, "x": x, "y": y}]}, **each} for each in written]
-    return make_panel(title, {"data": {"values": cells}, "width": _SIDE, "height": _SIDE, "layer": layers})
+            beside["color"] = "white"
+            layers += write_over(beside, [point], halo="black", **where, text={"field": "name"})
+    return make_panel(title, layers, data={"values": cells}, width=_SIDE, height=_SIDE)
 
 
 def _place_names(

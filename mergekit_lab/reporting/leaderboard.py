@@ -4,13 +4,13 @@ Values are never averaged over anything but seeds, and a mean over tasks is show
 of the group was evaluated, so that two numbers in one column always mean the same thing.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from statistics import mean, stdev
 from typing import Any
 
-from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.records import KINDS, Record, deduplicate
 from mergekit_lab.reporting.tables import AXES, Cell, Row, Table, find_competing_kind, to_percent
 
@@ -41,12 +41,15 @@ def build_table(records: Iterable[Record], *, like: Table | None = None) -> Tabl
         groups[tuple(getattr(record, axis) for axis in AXES)].append(record)
     tasks = tuple(metric) if like is None else like.tasks
     rows: list[Row] = []
-    conflicts: list[str] = []
     for members in groups.values():
         group = tuple(getattr(members[0], axis) for axis in axes)
-        rows += _group_rows(group, members, tasks, conflicts)
-    notes = (*_write_notes(part, rows, metric, sorted({record.metric for record in of_part})), *conflicts)
-    return Table(axes, tasks, tuple(rows), part, notes)
+        by_row: dict[tuple[int, str], list[Record]] = defaultdict(list)
+        for record in distinguish_mergers(members):
+            by_row[KINDS.index(record.kind), record.label].append(record)
+        ordered = sorted(by_row.items(), key=lambda item: item[0][0])
+        rows += _mark_rows([_make_row(group, of_row, members, tasks) for _, of_row in ordered])
+    notes = _write_notes(part, rows, metric, sorted({record.metric for record in of_part}))
+    return Table(axes, tasks, tuple(rows), part, tuple(notes))
 
 
 def keep_first_metric(records: Iterable[Record]) -> list[Record]:
@@ -71,43 +74,25 @@ def summarize(records: Iterable[Record], tasks: Collection[str], measure: str = 
     return Cell(mean(means), stdev(means) if len(means) > 1 else None) if means else Cell()
 
 
-def _group_rows(
-    group: tuple[str, ...], members: Sequence[Record], tasks: tuple[str, ...], conflicts: list[str]
-) -> list[Row]:
-    names = distinguish_labels(members)
-    by_row: dict[tuple[int, str], list[Record]] = defaultdict(list)
-    for record in members:
-        label = names.get((record.label, record.model_key), record.label)
-        by_row[KINDS.index(record.kind), label].append(record)
-    ordered = sorted(by_row.items(), key=lambda item: item[0][0])
-    return _mark_rows(
-        [
-            _make_row(group, KINDS[kind], label, of_row, members, tasks, conflicts)
-            for (kind, label), of_row in ordered
-        ]
-    )
-
-
-def _sum_costs(kind: str, of_row: Sequence[Record], members: Sequence[Record]) -> dict[str, Any]:
+def _sum_costs(of_row: Sequence[Record], members: Sequence[Record]) -> dict[str, Any]:
     """`seconds` and `peak_bytes` of a row; a merged model costs its experts too."""
+    kind = of_row[0].kind
     if kind not in ("merged", "joint"):
         return {}
     seconds: list[float] = []
-    own = {record.seed: record.model_seconds for record in of_row}
-    for seed, of_seed in own.items():
+    for seed, own in {record.seed: record.model_seconds for record in of_row}.items():
         trained = {r.model_key: r.model_seconds for r in members if r.kind in _MERGED_FROM and r.seed == seed}
-        parts = [of_seed, *(trained.values() if kind == "merged" else ())]
-        known = [part for part in parts if part is not None]
-        seconds += [sum(known)] * (len(known) == len(parts))
+        parts = [own, *(trained.values() if kind == "merged" else ())]
+        seconds.append(sum(math.nan if part is None else part for part in parts))
     peaks = [r.model_peak_memory_bytes for r in of_row if r.model_peak_memory_bytes is not None]
     return {
-        "seconds": mean(seconds) if len(seconds) == len(own) else None,
+        "seconds": None if math.isnan(sum(seconds)) else mean(seconds),
         "peak_bytes": max(peaks, default=None),
     }
 
 
-def distinguish_labels(records: Iterable[Record]) -> dict[tuple[str, str], str]:
-    """Labels by (label, model key) for mergers that ran more than once in one group under one label and seed.
+def distinguish_mergers(records: Sequence[Record]) -> list[Record]:
+    """The records, with other labels for mergers that ran more than once in one group under one label and seed.
 
     They are told apart by their coefficients if these differ, else by the model's key.
     """
@@ -118,37 +103,27 @@ def distinguish_labels(records: Iterable[Record]) -> dict[tuple[str, str], str]:
             runs[record.label, where][record.model_key] = record.coefficient
     ambiguous = {label for (label, _), models in runs.items() if len(models) > 1}
     by_key = {label for (label, _), models in runs.items() if len(set(models.values())) < len(models)}
-    return {
-        (label, key): f"{label} ({key[:8]})"
-        if label in by_key or coefficient is None
-        else f"{label} (α={coefficient:g})"
-        for (label, _), models in runs.items()
-        if label in ambiguous
-        for key, coefficient in models.items()
-    }
+
+    def rename(record: Record) -> Record:
+        label, coefficient = record.label, record.coefficient
+        if record.kind != "merged" or label not in ambiguous:
+            return record
+        keyed = label in by_key or coefficient is None
+        return replace(record, merger=f"{label} ({record.model_key[:8] if keyed else f'α={coefficient:g}'})")
+
+    return [rename(record) for record in records]
 
 
 def _make_row(
-    group: tuple[str, ...],
-    kind: str,
-    label: str,
-    of_row: Sequence[Record],
-    members: Sequence[Record],
-    tasks: tuple[str, ...],
-    conflicts: list[str],
+    group: tuple[str, ...], of_row: Sequence[Record], members: Sequence[Record], tasks: tuple[str, ...]
 ) -> Row:
     needed = {record.task for record in members}
     cells: dict[str, dict[int, Record]] = {task: {} for task in tasks}
-    conflicts += [
-        f"{' / '.join((*group, display_name(label)))}, {record.task}, seed {record.seed}: several evaluations "
-        "differ in something no axis names; the first is shown."
-        for record in of_row
-        if cells[record.task].setdefault(record.seed, record) is not record
-    ]
+    others = [r for r in of_row if cells[r.task].setdefault(r.seed, r) is not r]
     return Row(
         group,
-        label,
-        kind,
+        of_row[0].label,
+        of_row[0].kind,
         cells=(
             *(summarize(of_task.values(), [task]) for task, of_task in cells.items()),
             summarize(of_row, needed),
@@ -163,7 +138,8 @@ def _make_row(
             for task, of_task in cells.items()
             for seed, record in of_task.items()
         ),
-        **_sum_costs(kind, of_row, members),
+        conflicts=tuple((record.task, record.seed) for record in others),
+        **_sum_costs(of_row, members),
     )
 
 
@@ -223,6 +199,12 @@ def _write_notes(part: str, rows: Sequence[Row], metric: dict[str, str], met: Se
         f"{' / '.join((*row.group, row.name))} has only seeds {_join_numbers(row.seeds)}."
         for row in rows
         if list(row.seeds) != seeds
+    ]
+    notes += [
+        f"{' / '.join((*row.group, row.name))}, {task}, seed {seed}: several evaluations differ in something "
+        "no axis names; the first is shown."
+        for row in rows
+        for task, seed in row.conflicts
     ]
     return notes
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import Annotated
 
-from mergekit_lab.errors import InputError
-from mergekit_lab.reporting.records import Record, strip_controls, write_text
+from pydantic import AfterValidator
 
-FILE = "origin.json"
+from mergekit_lab.reporting.records import Record, strip_controls
+
+_Text = Annotated[str, AfterValidator(strip_controls)]
 _PROGRAM = ("python", "-m", "mergekit_lab")
 _OF_ONE_RUN = re.compile(r"[+~]*(run_dir|stage|only|dry_run|progress|hydra\.[\w.]+)(=|$)")
 """Arguments that say where and how far a run goes, and not what it makes."""
@@ -31,11 +31,11 @@ class Origin:
         devices: what arithmetic ran on, cards by their names.
     """
 
-    arguments: tuple[str, ...]
-    date: str
-    versions: Mapping[str, str] = field(default_factory=dict)
-    machine: str = ""
-    devices: tuple[str, ...] = ()
+    arguments: tuple[_Text, ...]
+    date: _Text
+    versions: Mapping[_Text, _Text] = field(default_factory=dict)
+    machine: _Text = ""
+    devices: tuple[_Text, ...] = ()
 
     @property
     def command(self) -> str:
@@ -74,31 +74,3 @@ def list_commands(runs: Iterable[tuple[Origin | None, Iterable[Record]]]) -> dic
         for record in every:
             commands.setdefault(record.evaluation_key, origin.make_command(record, mergers))
     return commands
-
-
-def write_origin(folder: Path, origin: Origin | None) -> None:
-    """`origin.json`; none where nothing is known."""
-    (folder / FILE).unlink(missing_ok=True)
-    if origin is not None:
-        write_text(folder / FILE, json.dumps(asdict(origin), ensure_ascii=False, indent=1) + "\n")
-
-
-def read_origin(folder: Path) -> Origin | None:
-    """What `write_origin` wrote; None if there is none.
-
-    Raises:
-        InputError: the file is damaged.
-    """
-    if not (folder / FILE).exists():
-        return None
-    try:
-        entry = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        return Origin(
-            tuple(map(strip_controls, entry["arguments"])),
-            strip_controls(entry["date"]),
-            {strip_controls(name): strip_controls(value) for name, value in entry["versions"].items()},
-            strip_controls(entry["machine"]),
-            tuple(map(strip_controls, entry["devices"])),
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{folder / FILE}: not an origin file ({error!r})") from None

@@ -22,14 +22,12 @@ LINES_PER_FIGURE = 12
 def draw_mergers(table: Table, folder: Path) -> list[Figure]:
     """Bars of average and normalized accuracy per merger, one panel a group: `mergers.png`."""
     groups = [group for group in table.groups if any(_list_merged(table, group))]
-    if not groups:
-        return []
     bars = explain_error_bars(table)
     panels = [charts.chart_bars(table, group, make_title(group, ""), bars) for group in groups]
     heading = "Average and normalized accuracy of the merged models (%)"
     text = "Average and normalized accuracy of every merger; the numbers are in the leaderboard."
     text += f" Lines at the bars' ends: {bars}." if bars else ""
-    return [Figure(save_figure(folder / "mergers.png", heading, panels), text)]
+    return _draw_panels(folder / "mergers.png", heading, panels, text)
 
 
 def explain_error_bars(table: Table) -> str:
@@ -103,14 +101,12 @@ def draw_costs(table: Table, folder: Path) -> list[Figure]:
             if own:
                 title, front = make_title(group, ""), find_front(placed)
                 panels.append(charts.chart_costs(title, own, names, front, name, limits))
-    if not panels:
-        return []
     heading = "Normalized accuracy (%) over what a model took"
     text = (
         "Normalized accuracy over the seconds that a model took in all, and over memory where it was "
         "measured; nothing cheaper is better than those on the dashed line."
     )
-    return [Figure(save_figure(folder / "cost.png", heading, panels, 2 if len(costs) == 2 else 3), text)]
+    return _draw_panels(folder / "cost.png", heading, panels, text, 2 if len(costs) == 2 else 3)
 
 
 def find_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -153,14 +149,13 @@ _MEASURES = {
 
 
 def _chart_curves(curves: Curves, measure: str) -> Chart:
-    known = {name: [point for point in points if measure in point] for name, points in curves.items()}
-    factor = 100.0 if measure == "val_accuracy" else 1.0
-    series = {
-        name: ([point["step"] for point in points], [factor * point[measure] for point in points])
-        for name, points in known.items()
-    }
-    logarithmic = measure != "val_accuracy"
-    return figures.chart_lines(_MEASURES[measure], "step", "", series, logarithmic=logarithmic)
+    losses = measure != "val_accuracy"
+    series = {}
+    for name, every in curves.items():
+        points = [point for point in every if measure in point]
+        values = [point[measure] if losses else 100.0 * point[measure] for point in points]
+        series[name] = [point["step"] for point in points], values
+    return figures.chart_lines(_MEASURES[measure], "step", "", series, logarithmic=losses)
 
 
 def draw_searches(groups: Mapping[str, Searches], order: Sequence[str], folder: Path) -> list[Figure]:
@@ -169,43 +164,37 @@ def draw_searches(groups: Mapping[str, Searches], order: Sequence[str], folder: 
     `groups` maps a title ("" for none) to its searches, a panel each; `order` lists the mergers as the
     table does.
     """
-    groups = {
-        title: {label: points for label, points in searches.items() if points}
-        for title, searches in groups.items()
-    }
-    groups = {title: searches for title, searches in groups.items() if searches}
-    if not groups:
-        return []
-    mergers = list(dict.fromkeys([*order, *(label for searches in groups.values() for label in searches)]))
-    looks = {
-        label: look
-        for label, look in choose_looks(mergers).items()
-        if any(label in searches for searches in groups.values())
-    }
-    panels = [_chart_searches(title, searches, looks) for title, searches in groups.items()]
+    labels = [label for searches in groups.values() for label, points in searches.items() if points]
+    looks = {label: look for label, look in choose_looks([*order, *labels]).items() if label in labels}
+    panels = [
+        _chart_searches(title, searches, looks) for title, searches in groups.items() if any(searches.values())
+    ]
     heading = "Normalized accuracy on validation (%) over the coefficient"
     text = (
         "Validation accuracy, normalized by the experts', over the merging coefficient; the chosen "
         "coefficients are ringed and stand in the leaderboard."
     )
-    return [Figure(save_figure(folder / "coefficients.png", heading, panels), text)]
+    return _draw_panels(folder / "coefficients.png", heading, panels, text)
 
 
 def _chart_searches(title: str, searches: Searches, looks: Mapping[str, Look]) -> Chart:
-    ordered = {
-        display_name(label): sorted(searches[label], key=lambda point: point["coefficient"])
-        for label in looks
-        if label in searches
-    }
-    series = {
-        name: ([p["coefficient"] for p in points], [100 * p["normalized"] for p in points])
-        for name, points in ordered.items()
-    }
-    chosen = {name: [p["coefficient"] for p in points if p.get("chosen")] for name, points in ordered.items()}
+    series, chosen = {}, {}
+    for label in (label for label in looks if searches.get(label)):
+        points = sorted(searches[label], key=lambda point: point["coefficient"])
+        name = display_name(label)
+        series[name] = [p["coefficient"] for p in points], [100 * p["normalized"] for p in points]
+        chosen[name] = [p["coefficient"] for p in points if p.get("chosen")]
     shown = {display_name(label): look for label, look in looks.items()}
     return figures.chart_lines(
         title, "coefficient α (ringed: chosen)", "normalized (%)", series, shown, chosen=chosen
     )
+
+
+def _draw_panels(
+    path: Path, heading: str, panels: Sequence[Chart], text: str, columns: int = 3
+) -> list[Figure]:
+    """One figure of all panels; none without."""
+    return [Figure(save_figure(path, heading, panels, columns), text)] if panels else []
 
 
 def _list_merged(table: Table, group: tuple[str, ...]) -> Iterator[Row]:

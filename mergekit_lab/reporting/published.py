@@ -5,18 +5,14 @@ A number stands beside a run only if the run is equal in all that decides it; `p
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
 
-from mergekit_lab.errors import InputError
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.paper_tables import (
     Published,
@@ -25,14 +21,11 @@ from mergekit_lab.reporting.paper_tables import (
     read_published,
     replace_settings,
 )
-from mergekit_lab.reporting.records import write_text
-from mergekit_lab.reporting.writing import escape_cell, join_markdown
 
 log = logging.getLogger(__name__)
 
 _NAMED_BY_ROWS = ("_target_", "optimizer_of")
 _OF_EVERY_RUN = ("experts", "zero_shot", "training_seconds", "ks_distance", "mean_log_likelihood")
-FILE = "published.json"
 
 
 @dataclass(frozen=True)
@@ -146,26 +139,6 @@ def set_beside(
     return rows
 
 
-def write_beside(folder: Path, rows: Sequence[Beside]) -> None:
-    """Leave the rows in a run's folder for later reports."""
-    write_text(folder / FILE, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-
-
-def read_beside(folder: Path) -> list[Beside]:
-    """Read what `write_beside` wrote; empty if it did not."""
-    file = folder / FILE
-    try:
-        rows = [Beside(**row) for row in json.loads(file.read_text())]
-    except FileNotFoundError:
-        return []
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file} cannot be read: {error!r}") from None
-    for row in rows:
-        if not isinstance(row.published, int | float) or not isinstance(row.ours, int | float | None):
-            raise InputError(f"{file} holds {row.published!r} and {row.ours!r} for {row.row}, not numbers")
-    return rows
-
-
 def unite(runs: Iterable[tuple[str, Iterable[Beside]]]) -> tuple[list[Beside], list[str]]:
     """Each published number once, and notes on those that cannot be set beside one number of ours.
 
@@ -178,13 +151,15 @@ def unite(runs: Iterable[tuple[str, Iterable[Beside]]]) -> tuple[list[Beside], l
     rows: dict[Beside, dict[str, list[float]]] = {}
     unprinted: dict[Beside, str] = {}
     for config, of_run in runs:
+        lines = (line for line in config.splitlines() if not line.startswith(("seed:", "run_dir:")))
+        but_seed = "\n".join(lines)
         for row in of_run:
             cell = replace(row, ours=None, unprinted="")
             measured = rows.setdefault(cell, {})
             if cell not in unprinted or (row.ours is not None and len(measured) == 0):
                 unprinted[cell] = row.unprinted
             if row.ours is not None:
-                measured.setdefault(_drop_seed(config), []).append(row.ours)
+                measured.setdefault(but_seed, []).append(row.ours)
     united, ambiguous = [], []
     for row, measured in rows.items():
         means = sorted(mean(values) for values in measured.values())
@@ -204,10 +179,6 @@ def unite(runs: Iterable[tuple[str, Iterable[Beside]]]) -> tuple[list[Beside], l
     doubts = [f"{DOUBT} Doubtful, {row.source} {row.table}: {row.note}." for row in united if row.note]
     notes += dict.fromkeys(doubts)
     return united, notes
-
-
-def _drop_seed(config: str) -> str:
-    return "\n".join(line for line in config.splitlines() if not line.startswith(("seed:", "run_dir:")))
 
 
 TITLE = "Published numbers and ours"
@@ -232,44 +203,15 @@ def format_numbers(rows: Sequence[Beside]) -> list[tuple[str, ...]]:
     ]
 
 
-class Basis(NamedTuple):
-    """What of a published row is equal, what its source does not print, and what is doubtful."""
-
-    name: str
-    equal: str
-    unprinted: str
-    note: str
-
-
-def list_bases(rows: Iterable[Beside]) -> list[Basis]:
-    """One for every row of a published table; doubts of its columns together."""
+def list_bases(rows: Iterable[Beside]) -> list[dict[str, str]]:
+    """Of every row its `name`, what is `equal`, what is `unprinted`, and a `note` with all doubts."""
     notes_by_row: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         name = f"{row.source} {row.table}, {row.setting}: {display_name(row.row)}"
         notes = notes_by_row.setdefault((name, row.equal, row.unprinted), [])
         if row.note and row.note not in notes:
             notes.append(row.note)
-    return [Basis(*key, "; ".join(notes)) for key, notes in notes_by_row.items()]
-
-
-def write_published(rows: Sequence[Beside], notes: Sequence[str] = ()) -> str:
-    """A section of the summary; empty without comparable numbers."""
-    if not rows and not notes:
-        return ""
-    lines = [
-        HEADER,
-        ["---"] * 4 + ["---:"] * 3,
-        *(map(escape_cell, texts) for texts in format_numbers(rows)),
+    return [
+        {"name": name, "equal": equal, "unprinted": unprinted, "note": "; ".join(notes)}
+        for (name, equal, unprinted), notes in notes_by_row.items()
     ]
-    parts = [
-        "\n".join(map(join_markdown, lines)) if rows else "",
-        "\n".join(f"- {escape_cell(n)}" for n in notes),
-        "\n".join(_describe(basis) for basis in list_bases(rows) if basis.equal or basis.unprinted),
-    ]
-    return "\n\n".join([f"## {TITLE}", *filter(None, parts)])
-
-
-def _describe(basis: Basis) -> str:
-    parts = [f"- {escape_cell(basis.name)}", f"  - equal: {escape_cell(basis.equal)}"]
-    parts += [f"  - not printed: {escape_cell(basis.unprinted)}"] if basis.unprinted else []
-    return "\n".join(parts)

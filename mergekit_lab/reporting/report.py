@@ -7,28 +7,29 @@
 """
 
 import logging
+import operator
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from mergekit_lab.errors import say_duration
-from mergekit_lab.reporting import html, plots
+from mergekit_lab.reporting import plots
 from mergekit_lab.reporting.bootstrap import add_intervals
 from mergekit_lab.reporting.checks import find_warnings
 from mergekit_lab.reporting.cross_table import CrossTable, tabulate_across
 from mergekit_lab.reporting.drawing import Figure
 from mergekit_lab.reporting.leaderboard import build_table
 from mergekit_lab.reporting.origin import Origin, list_commands
+from mergekit_lab.reporting.page import Page, render_page, render_summary
 from mergekit_lab.reporting.plots import Curves, Searches
-from mergekit_lab.reporting.published import unite, write_published
+from mergekit_lab.reporting.published import unite
 from mergekit_lab.reporting.records import Failure, Record, Timing, deduplicate, write_records, write_text
 from mergekit_lab.reporting.run_files import RunFiles, read_run
 from mergekit_lab.reporting.summary import describe
 from mergekit_lab.reporting.tables import AXES, Table
-from mergekit_lab.reporting.writing import escape_cell, to_csv, to_latex, to_markdown
+from mergekit_lab.reporting.writing import to_csv, to_latex, to_markdown
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,9 @@ def compare(
     outcomes = [read_run(run_dir) for run_dir in map(Path, run_dirs)]
     runs = [outcome for outcome in outcomes if isinstance(outcome, RunFiles)]
     failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
-    names = _shorten_names([run.folder for run in runs])
+    names = [run.folder.name for run in runs]
+    if len(set(names)) < len(names):
+        names = [str(run.folder) for run in runs]
     return _write_views(Path(out_dir), dict(zip(names, runs, strict=True)), failures, title, origin)
 
 
@@ -103,7 +106,7 @@ def _write_views(
     searches = _group_series((group, name, run.searches) for group, (name, run) in named)
     figures = _draw_figures(folder / "figures", table, curves, searches)
     published, notes = unite((run.config_yaml, run.published) for run in runs.values())
-    page = html.Page(
+    page = Page(
         title,
         describe(table, records, failures),
         table,
@@ -130,23 +133,18 @@ def _write_views(
         tuple(failures),
     )
     write_records(paths.records, records)
-    write_text(paths.summary, _write_summary(page))
+    write_text(paths.summary, render_summary(page))
     write_text(folder / "leaderboard.csv", to_csv(table))
     write_text(folder / "leaderboard.tex", to_latex(table))
-    write_text(paths.html, html.render_page(page))
+    write_text(paths.html, render_page(page))
     return paths
 
 
 def _add_timings(runs: Iterable[RunFiles]) -> dict[str, Timing]:
     total: dict[str, Timing] = {}
-    for run in runs:
-        for stage, timing in run.timings.items():
-            before = total.get(stage, Timing(0.0))
-            total[stage] = Timing(
-                before.seconds + timing.seconds,
-                before.computed + timing.computed,
-                before.reused + timing.reused,
-            )
+    for stage, timing in (item for run in runs for item in run.timings.items()):
+        before = total.get(stage, Timing(0.0))
+        total[stage] = Timing(*map(operator.add, astuple(before), astuple(timing)))
     return total
 
 
@@ -181,68 +179,15 @@ def _list_analyses(folders: Mapping[str, Path]) -> list[Figure]:
     ]
 
 
-def _write_summary(page: html.Page) -> str:
-    """The page without its pictures, in Markdown."""
-    timings = [
-        f"{stage}: {say_duration(timing.seconds)}, {timing.computed} computed, {timing.reused} reused"
-        for stage, timing in page.timings.items()
-    ]
-    failures = [f"{f.run} {' '.join(f.overrides)}: {_take_first_line(f.error)}" for f in page.failures]
-    parts = [
-        f"# {escape_cell(page.title)}",
-        escape_cell(page.summary),
-        _itemize(page.warnings, "## Warnings"),
-        to_markdown(page.table).rstrip("\n") if page.table.rows else "",
-        write_published(page.published, page.published_notes),
-        f"## Time and cache\n\n{html.say_cache(page.records)}".rstrip(),
-        _itemize(timings),
-        _itemize(failures, "## Failures"),
-        _write_origin(page.origin),
-    ]
-    return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def _write_origin(origin: Origin | None) -> str:
-    if origin is None:
-        return ""
-    facts = "".join(f"- {name}: {escape_cell(value)}\n" for name, value in origin.list_facts())
-    fence = "````" if "```" in origin.command else "```"
-    return f"## Reproduce\n\n{fence}\n{origin.command}\n{fence}\n\n{facts}".rstrip()
-
-
-def _itemize(lines: Sequence[str], heading: str = "") -> str:
-    items = "\n".join(f"- {escape_cell(line)}" for line in lines)
-    return "\n\n".join(filter(None, (heading, items))) if lines else ""
-
-
-def _take_first_line(text: str) -> str:
-    return next((line for line in text.splitlines() if line.strip()), "no message")
-
-
-def _shorten_names(folders: Sequence[Path]) -> list[str]:
-    """The folders' names; their whole paths where two names are equal."""
-    names = [folder.name for folder in folders]
-    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
-
-
 def _title_groups(runs: Sequence[RunFiles]) -> list[str]:
     """What tells a run's experts from those of other runs: its axes and seeds, where they vary."""
-    described = [
-        [
-            ", ".join(dict.fromkeys(str(getattr(record, axis)) for record in run.records))
-            for axis in (*AXES, "seed")
-        ]
-        for run in runs
-    ]
-    vary = [len(set(column)) > 1 for column in zip(*described, strict=True)]
-    return [
-        " / ".join(
-            (f"seed {value}" if axis == "seed" else value)
-            for axis, value, shown in zip((*AXES, "seed"), values, vary, strict=True)
-            if shown
-        )
-        for values in described
-    ]
+    values = {
+        axis: [", ".join(dict.fromkeys(str(getattr(record, axis)) for record in run.records)) for run in runs]
+        for axis in (*AXES, "seed")
+    }
+    values["seed"] = [f"seed {seeds}" for seeds in values["seed"]]
+    vary = [of_runs for of_runs in values.values() if len(set(of_runs)) > 1]
+    return [" / ".join(of_runs[i] for of_runs in vary) for i in range(len(runs))]
 
 
 def _group_series(runs: Iterable[tuple[str, str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:

@@ -1,28 +1,46 @@
 """Files that a run leaves in its folder, from which its report can be drawn again, or compared with others."""
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.paths import is_stream
 from mergekit_lab.reporting.bootstrap import Samples
-from mergekit_lab.reporting.origin import Origin, read_origin, write_origin
+from mergekit_lab.reporting.origin import Origin
 from mergekit_lab.reporting.plots import Curves, Searches
-from mergekit_lab.reporting.published import FILE as PUBLISHED
-from mergekit_lab.reporting.published import Beside, read_beside, write_beside
+from mergekit_lab.reporting.published import Beside
 from mergekit_lab.reporting.records import Failure, Record, Timing, read_records, strip_controls, write_text
 
 SAMPLES = "samples.npz"
 CONFIG = "config.yaml"
-FILES_READ = (
-    *("failure.json", "records.jsonl", "timings.json", "curves.json", "searches.json"),
-    *(CONFIG, SAMPLES, PUBLISHED),
-)
+
+
+def _describe_points(*needed: str) -> Any:
+    """The type of points by label, each with the numbers that are needed to draw it."""
+
+    def check(point: dict[str, Any]) -> dict[str, Any]:
+        if set(needed) - set(point) or not all(isinstance(n, int | float) for n in point.values()):
+            raise ValueError(f"{point} does not hold numbers {', '.join(needed)}")
+        return point
+
+    return dict[str, list[Annotated[dict[str, Any], AfterValidator(check)]]]
+
+
+_JSON: dict[str, Any] = {
+    "timings": dict[str, Timing],
+    "curves": _describe_points("step"),
+    "searches": _describe_points("coefficient", "normalized", "chosen"),
+    "published": list[Beside],
+    "origin": Origin,
+}
+"""Types of what the files `NAME.json` hold, by field of `RunFiles`."""
+FILES_READ = ("failure.json", "records.jsonl", CONFIG, SAMPLES, *(f"{name}.json" for name in _JSON))
 
 
 @dataclass(frozen=True)
@@ -38,7 +56,7 @@ class RunFiles:
         timings: `timings.json`, by stage in the order run.
         samples: `samples.npz`, what every test sample contributed, by evaluation key, from which averages get
             intervals; no file where there are none.
-        published: published numbers with ours.
+        published: `published.json`, published numbers with ours.
         origin: `origin.json`, how the run was made; no file where it is not known.
     """
 
@@ -55,13 +73,14 @@ class RunFiles:
     def write(self) -> None:
         """All files but the records'."""
         _write_samples(self.folder, self.samples)
-        write_beside(self.folder, self.published)
         write_text(self.folder / CONFIG, self.config_yaml)
-        write_origin(self.folder, self.origin)
-        timings = {stage: asdict(timing) for stage, timing in self.timings.items()}
-        for name, content in (("curves", self.curves), ("searches", self.searches), ("timings", timings)):
-            text = json.dumps(content, ensure_ascii=False, indent=1)
-            write_text(self.folder / f"{name}.json", text + "\n")
+        for name in _JSON:
+            file, content = self.folder / f"{name}.json", getattr(self, name)
+            if content is None:
+                file.unlink(missing_ok=True)
+            else:
+                text = json.dumps(content, default=asdict, ensure_ascii=False, indent=1)
+                write_text(file, text + "\n")
 
 
 def read_run(folder: Path) -> RunFiles | Failure:
@@ -72,7 +91,7 @@ def read_run(folder: Path) -> RunFiles | Failure:
             if is_stream(folder / file):  # whoever reads one may wait without end, or fill the memory
                 raise InputError(f"{folder / file} is a pipe or a device, not a file")
         if (folder / "failure.json").exists():
-            failure = _read_object(folder / "failure.json")
+            failure = _read_json(folder / "failure.json", dict[str, Any])
             error = strip_controls(failure.get("error", "failed without a message"))
             return Failure(name, error, tuple(map(strip_controls, failure.get("overrides", ()))))
         if not (folder / "records.jsonl").exists():
@@ -81,15 +100,10 @@ def read_run(folder: Path) -> RunFiles | Failure:
         records = read_records(folder / "records.jsonl")
         if not records and not any((folder / "analysis").glob("*.png")):
             return Failure(name, "records.jsonl is empty")
-        timings = {
-            stage: _read_timing(**timing) for stage, timing in _read_object(folder / "timings.json").items()
-        }
-        curves = _read_series(folder / "curves.json", "step")
-        searches = _read_series(folder / "searches.json", "coefficient", "normalized", "chosen")
+        content = {name: _read_json(folder / f"{name}.json", kind) for name, kind in _JSON.items()}
         config = (folder / CONFIG).read_text(encoding="utf-8") if (folder / CONFIG).exists() else ""
-        samples, published = _read_samples(folder), read_beside(folder)
-        origin = read_origin(folder)
-        return RunFiles(folder, records, config, curves, searches, timings, samples, published, origin)
+        known = {name: value for name, value in content.items() if value is not None}
+        return RunFiles(folder, records, config, samples=_read_samples(folder), **known)
     except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
         return Failure(name, str(error))
 
@@ -122,31 +136,11 @@ def _read_samples(folder: Path) -> Samples:
     return samples
 
 
-def _read_timing(seconds: float, computed: int = 0, reused: int = 0) -> Timing:
-    if not math.isfinite(seconds):
-        raise InputError(f"a stage took {seconds} seconds")
-    return Timing(float(seconds), int(computed), int(reused))
-
-
-def _read_series(path: Path, *needed: str) -> dict[str, Any]:
-    """Points by label, each with the numbers that are needed to draw it."""
-    content = _read_object(path)
-    for label, points in content.items():
-        point: Any
-        for point in points if isinstance(points, list) else [None]:
-            numbers = isinstance(point, dict) and all(isinstance(n, int | float) for n in point.values())
-            if not numbers or any(name not in point for name in needed):
-                raise InputError(f"{path}: {label!r} holds {point!r}, not numbers {', '.join(needed)}")
-    return content
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
+def _read_json(file: Path, kind: Any) -> Any:
+    """What a file holds, as a value of this type; None if there is no file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path}: not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: a JSON object is expected, not {type(content).__name__}")
-    return content
+        return TypeAdapter(kind).validate_json(file.read_bytes()) if file.exists() else None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InputError(f"{file}: {f'{where}: ' if where else ''}{first['msg']}") from None

@@ -78,6 +78,8 @@ class Row:
     seeds: tuple[int, ...]
     evaluations: tuple[tuple[int, str, str], ...] = ()
     """Seed, task and evaluation key of what the row is made of."""
+    conflicts: tuple[tuple[str, int], ...] = ()
+    """Task and seed of other evaluations, which differ from those in something that no axis names."""
     interval: tuple[float, float] | None = None
     """Of the average, 95 %; see `bootstrap.add_intervals`."""
     seconds: float | None = None

@@ -14,14 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from mergekit_lab.errors import InputError
+from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.reporting.wandb_tracker import require_key
 
 TITLE = "mergekit_lab: experts and merges compared"
-ANALYSES = (
-    *("alpha_sweep", "barrier", "cloud", "ctl", "curvature_gain", "disentanglement", "distribution"),
-    *("expert_count", "fisher_fraction", "hessian", "jtl", "landscape", "rank_sweep", "steps", "task_vectors"),
-)
-"""Names of figures: the options of the group `analysis`."""
 _FIGURES = ["mergers", "heatmap", "shares", "coefficients", "cost"]
 
 
@@ -69,6 +65,7 @@ def build_dashboard(project: str, entity: str, groups: Sequence[str] = (), title
         wr.WeavePanelSummaryTable(table_name="evaluations"),
         wr.MediaBrowser(title="Figures", media_keys=_FIGURES),
     ]  # fmt: skip
+    analyses = sorted(file.stem for file in (find_conf_dir() / "analysis").glob("*.yaml"))
     curves: list[Any] = [
         wr.LinePlot(title="Training loss", x="step", metric_regex=r".*/train_loss"),
         wr.LinePlot(title="Validation accuracy", x="step", metric_regex=r".*/val_accuracy"),
@@ -92,9 +89,7 @@ def build_dashboard(project: str, entity: str, groups: Sequence[str] = (), title
             wr.H1("Experts"),
             wr.PanelGrid(runsets=[make_run_set("finetune")], panels=curves),
             wr.H1("Analyses"),
-            wr.PanelGrid(
-                runsets=[make_run_set("analyze")], panels=[wr.MediaBrowser(media_keys=list(ANALYSES))]
-            ),
+            wr.PanelGrid(runsets=[make_run_set("analyze")], panels=[wr.MediaBrowser(media_keys=analyses)]),
         ],
         width="fluid",
     )

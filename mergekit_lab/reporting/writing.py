@@ -21,17 +21,21 @@ def to_markdown(table: Table | CrossTable) -> str:
     """A GitHub-flavored table and its notes; the best of a column is bold."""
     sheet = table.make_sheet()
     lines = [
-        join_markdown(map(escape_cell, (*sheet.names, *sheet.columns, *sheet.texts))),
-        join_markdown(["---"] * len(sheet.names) + ["---:"] * len((*sheet.columns, *sheet.texts))),
+        _join_markdown(map(escape_cell, (*sheet.names, *sheet.columns, *sheet.texts))),
+        _join_markdown(["---"] * len(sheet.names) + ["---:"] * len((*sheet.columns, *sheet.texts))),
     ]
     for line in (line for group in sheet.groups for line in group):
         cells = [f"**{cell.text}**" if cell.best else cell.text for cell in line.cells]
-        lines.append(join_markdown([*map(escape_cell, line.names), *cells, *line.texts]))
-    return "\n".join([*lines, "", *(f"- {escape_cell(note)}" for note in sheet.notes)]) + "\n"
+        lines.append(_join_markdown([*map(escape_cell, line.names), *cells, *line.texts]))
+    return "\n".join([*lines, "", itemize(sheet.notes)]) + "\n"
 
 
-def join_markdown(cells: Iterable[str]) -> str:
-    """One line of a Markdown table."""
+def itemize(texts: Iterable[str]) -> str:
+    """A list in Markdown."""
+    return "\n".join(f"- {escape_cell(text)}" for text in texts)
+
+
+def _join_markdown(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
@@ -76,25 +80,19 @@ def quote_formula(text: str) -> str:
 def to_latex(table: Table | CrossTable) -> str:
     """A `booktabs` table: groups apart, in each the best of a column bold, the second underlined."""
     sheet = table.make_sheet()
+
+    def join(names: Iterable[str], cells: Iterable[str], texts: Iterable[str]) -> str:
+        return " & ".join([*map(_escape_latex, names), *cells, *map(_escape_latex, texts)]) + " \\\\\n"
+
+    head = join(sheet.names, map(_escape_latex, sheet.columns), sheet.texts)
     bodies = [
-        "".join(
-            " & ".join(
-                [
-                    *map(_escape_latex, line.names),
-                    *map(_write_latex_cell, line.cells),
-                    *map(_escape_latex, line.texts),
-                ]
-            )
-            + " \\\\\n"
-            for line in group
-        )
+        "".join(join(line.names, map(_write_latex_cell, line.cells), line.texts) for line in group)
         for group in sheet.groups
     ]
     columns = "l" * len(sheet.names) + "r" * len((*sheet.columns, *sheet.texts))
-    heads = " & ".join(map(_escape_latex, (*sheet.names, *sheet.columns, *sheet.texts)))
     comment = "".join(f"% {line}\n" for line in " ".join(sheet.notes).splitlines())
     return (
-        f"{comment}\\begin{{tabular}}{{{columns}}}\n\\toprule\n{heads} \\\\\n\\midrule\n"
+        f"{comment}\\begin{{tabular}}{{{columns}}}\n\\toprule\n{head}\\midrule\n"
         + "\\midrule\n".join(bodies)
         + "\\bottomrule\n\\end{tabular}\n"
     )

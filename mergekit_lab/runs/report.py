@@ -12,8 +12,7 @@ from omegaconf import OmegaConf
 
 from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.reporting import Record, RunFiles, print_table, write_report
-from mergekit_lab.reporting.html import say_cache
-from mergekit_lab.reporting.summary import say_count
+from mergekit_lab.reporting.summary import say_cache, say_count
 from mergekit_lab.runs.compare import draw_cross_table
 from mergekit_lab.runs.evaluate import list_models
 from mergekit_lab.runs.finetune import declare_expert, declare_joint
@@ -121,7 +120,7 @@ def _record(
         backbone=run.choices["backbone"],
         suite=run.plain["suite"]["name"],
         finetuning=run.choices["finetuning"],
-        optimizer=run.optimizer_name,
+        optimizer=run.name_optimizer(),
         kind=model.kind,
         merger=model.merger.label if model.merger else None,
         model=model.name,
@@ -137,7 +136,7 @@ def _record(
         peak_memory_bytes=artifact.info["peak_memory_bytes"],
         model_key=model.find_key(run),
         evaluation_key=artifact.key,
-        reused=artifact.key not in run.made,
+        reused=artifact.key not in run.new_keys,
         reads_test_inputs=reads_test_inputs(model.merger) if model.merger else None,
         chosen=say_fields(model.merger.content, read_fields(run, model.merger)) if model.merger else None,
         **_read_cost(run, model),

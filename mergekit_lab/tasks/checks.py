@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -91,29 +91,25 @@ def check_task(task: ImageTask) -> DataCheck:
 
 def _check_tensors(task: ImageTask) -> DataCheck:
     every: dict[str, ImageSamples] = {part: task.load_samples(part) for part in PARTS}
-    digests = {part: digest_images(samples.images[:]) for part, samples in every.items()}
+    seen = {part: [(digest, "") for digest in digest_images(s.images[:])] for part, s in every.items()}
     checks = {part: _count(samples.labels.numpy(), None) for part, samples in every.items()}
-    return DataCheck(task.name, len(task.classes), checks, _count_shared(digests))
+    return DataCheck(task.name, len(task.classes), checks, _find_shared(seen)[0])
 
 
 def _check_files(task: HubImages) -> DataCheck:
-    digests: dict[str, list[bytes]] = {}
-    names: dict[str, dict[bytes, str]] = {}
+    seen: dict[str, list[tuple[bytes, str]]] = {}
     checks: dict[str, PartCheck] = {}
     labeled = {part: task.list_labels(part) for part in PARTS}
     pixels = {part: _digest_pixels(rows) for part, rows in task.rows.items()}
     for part, (labels, where, chosen) in labeled.items():
         rows = task.rows[where]
-        kept = [(int(row), pixels[where][row]) for row in chosen]
-        corrupt = [rows.name(row) for row, digest in kept if digest is None]
-        digests[part] = [digest for _, digest in kept if digest is not None]
-        names[part] = {digest: rows.name(row) for row, digest in kept if digest is not None}
+        kept = [(pixels[where][row], rows.name(int(row))) for row in chosen]
+        seen[part] = [(digest, name) for digest, name in kept if digest is not None]
         published = task.sizes.get(part)
         if part == "train" and where == "train" and published is not None and "validation" not in task.rows:
             published -= task.count_validation(published)
-        checks[part] = _count(labels, published, corrupt)
-    shared, (other, misplaced) = _count_shared(digests), _list_other_labels(task)
-    return DataCheck(task.name, len(task.classes), checks, shared, _list_shared_names(names), other, misplaced)
+        checks[part] = _count(labels, published, [name for digest, name in kept if digest is None])
+    return DataCheck(task.name, len(task.classes), checks, *_find_shared(seen), *_list_other_labels(task))
 
 
 def _digest_pixels(rows: Rows) -> list[bytes | None]:
@@ -134,30 +130,21 @@ def _digest_pixels(rows: Rows) -> list[bytes | None]:
     return [digest for chunk in map_chunks(rows, work) for digest in chunk]
 
 
-def _count(labels: np.ndarray, published: int | None, corrupt: list[str] | None = None) -> PartCheck:
+def _count(labels: np.ndarray, published: int | None, corrupt: Sequence[str] = ()) -> PartCheck:
     counts = Counter(labels.tolist()).values()
-    corrupt = corrupt or []
-    return PartCheck(
-        len(labels), published, len(counts), min(counts), max(counts), corrupt[:_SHOWN], len(corrupt)
-    )
+    names = list(corrupt[:_SHOWN])
+    return PartCheck(len(labels), published, len(counts), min(counts), max(counts), names, len(corrupt))
 
 
-def _count_shared(digests: Mapping[str, list[bytes]]) -> dict[str, int]:
-    return {
-        f"{a}, {b}": sum(digest in seen for digest in digests[b])
-        for a, b in combinations(digests, 2)
-        for seen in [set(digests[a])]
-    }
-
-
-def _list_shared_names(names: Mapping[str, Mapping[bytes, str]]) -> list[str]:
-    pairs = [
-        f"{a}: {names[a][digest]} = {b}: {name}"
-        for a, b in combinations(names, 2)
-        for digest, name in names[b].items()
-        if digest in names[a]
-    ]
-    return pairs[:_SHOWN]
+def _find_shared(seen: Mapping[str, Sequence[tuple[bytes, str]]]) -> tuple[dict[str, int], list[str]]:
+    """How many pictures each two parts share, and names of some, from all hashes and names by part."""
+    counts, names = {}, []
+    for a, b in combinations(seen, 2):
+        first = dict(seen[a])
+        shared = [(digest, name) for digest, name in seen[b] if digest in first]
+        counts[f"{a}, {b}"] = len(shared)
+        names += [f"{a}: {first[digest]} = {b}: {name}" for digest, name in dict(shared).items()]
+    return counts, names[:_SHOWN]
 
 
 def _list_other_labels(task: HubImages) -> tuple[list[str], list[str]]:

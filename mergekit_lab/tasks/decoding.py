@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -38,18 +38,6 @@ _ELONGATED = 1000
 T = TypeVar("T")
 
 
-class Index(NamedTuple):
-    """What rows tell without being decoded.
-
-    labels: int64 `[N]`. digests: uint8 `[N, 16]`, of the encoded bytes. sizes: int64 `[N, 2]`, height and width
-    by the header, or zeros if the header cannot be read.
-    """
-
-    labels: np.ndarray
-    digests: np.ndarray
-    sizes: np.ndarray
-
-
 def map_chunks(
     rows: Rows, work: Callable[[range, list[bytes]], T], chunks: list[int] | None = None
 ) -> Iterator[T]:
@@ -58,39 +46,33 @@ def map_chunks(
     threads = min(32, count_cores())
 
     def load(chunk: int) -> T:
-        return work(rows.chunks[chunk], _load(rows, chunk))
+        try:
+            images = rows.load(chunk)
+        except OSError as error:  # gone, or not ours to read, since it was listed
+            raise InputError(f"images cannot be read: {error}") from None
+        return work(rows.chunks[chunk], images)
 
     return prefetch(load, wanted, ahead=2 * threads, threads=threads)
 
 
-def _load(rows: Rows, chunk: int) -> list[bytes]:
-    try:
-        return rows.load(chunk)
-    except OSError as error:  # gone, or not ours to read, since it was listed
-        raise InputError(f"images cannot be read: {error}") from None
+def index_rows(rows: Rows) -> dict[str, np.ndarray]:
+    """Hash every image and read its size, without decoding it.
 
-
-def index_rows(rows: Rows) -> Index:
-    """Hash every image and read its size, without decoding it."""
+    Returns `digests`, uint8 `[N, 16]`, of the encoded bytes, and `sizes`, int64 `[N, 2]`, height and width by
+    the header, or zeros if the header cannot be read.
+    """
     digests = np.zeros((len(rows), 16), np.uint8)
     sizes = np.zeros((len(rows), 2), np.int64)
 
     def work(span: range, images: list[bytes]) -> None:
         for row, encoded in zip(span, images, strict=True):
             digests[row] = np.frombuffer(hashlib.blake2b(encoded, digest_size=16).digest(), np.uint8)
-            sizes[row] = _read_header(encoded)
+            with suppress(OSError), open_image(encoded) as image:
+                sizes[row] = image.height, image.width
 
     for _ in map_chunks(rows, work):
         pass
-    return Index(rows.labels, digests, sizes)
-
-
-def _read_header(encoded: bytes) -> tuple[int, int]:
-    try:
-        with open_image(encoded) as image:
-            return image.height, image.width
-    except OSError:
-        return 0, 0
+    return {"digests": digests, "sizes": sizes}
 
 
 @contextmanager
@@ -145,9 +127,8 @@ def _crop_center(image: Any, side: int) -> np.ndarray:
     return pixels[:, top : top + side, left : left + side]
 
 
-def shrink_sizes(index: Index, chosen: np.ndarray) -> np.ndarray:
-    """Height and width that the chosen rows' pictures have for training, int64 `[n, 2]`."""
-    sizes = index.sizes[chosen]
+def shrink_sizes(sizes: np.ndarray) -> np.ndarray:
+    """Height and width that pictures of these sizes have for training, int64 `[n, 2]`."""
     large = sizes.min(1) > TRAINING_SIDE
     kept = sizes.copy()
     for row in large.nonzero()[0]:
@@ -159,7 +140,7 @@ def write_images(rows: Rows, chosen: np.ndarray, file: Path, side: int | None, s
     """Decode the chosen rows into one file, in their order.
 
     Args:
-        chosen: ascending rows.
+        chosen: ascending rows, at least one.
         side: pixels of a centered square's side; None keeps whole pictures, of the given `sizes`.
         sizes: int64 `[n, 2]`, heights and widths that are written.
 
@@ -167,12 +148,9 @@ def write_images(rows: Rows, chosen: np.ndarray, file: Path, side: int | None, s
         InputError: an image, which the message names, cannot be decoded.
     """
     ends = np.cumsum(3 * sizes.prod(1))
-    starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
     position = {int(row): n for n, row in enumerate(chosen)}
     wanted = [c for c, span in enumerate(rows.chunks) if any(row in position for row in span)]
-    with file.open("wb") as made:
-        made.truncate(int(ends[-1]) if len(ends) else 0)
-    out = np.memmap(file, np.uint8, "r+") if len(ends) and ends[-1] else np.zeros(0, np.uint8)
+    out = np.memmap(file, np.uint8, "w+", shape=int(ends[-1]))
 
     def work(span: range, images: list[bytes]) -> None:
         for row, encoded in zip(span, images, strict=True):
@@ -186,12 +164,11 @@ def write_images(rows: Rows, chosen: np.ndarray, file: Path, side: int | None, s
                     f"{rows.name(row)} cannot be decoded ({error}): stage=check_data lists all such images"
                 ) from None
             pixels = _crop_center(image, side) if side else _resize_pixels(image, height, width)
-            out[starts[at] : ends[at]] = pixels.reshape(-1)
+            out[ends[at] - pixels.size : ends[at]] = pixels.reshape(-1)
 
     for _ in map_chunks(rows, work, wanted):
         pass
-    if isinstance(out, np.memmap):
-        out.flush()
+    out.flush()
 
 
 def map_file(file: Path) -> Tensor:

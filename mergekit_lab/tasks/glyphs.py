@@ -139,14 +139,6 @@ def digest(face: Face, code: int) -> str | None:
 
 
 def stack(pairs: Sequence[tuple[Face, int]]) -> Tensor:
-    """Clean bitmaps of `(face, code point)` pairs as uint8 `[N, CANVAS, CANVAS]`.
-
-    Raises `InputError` for a pair without ink.
-    """
-    rows = []
-    for face, code in pairs:
-        data = draw_bitmap(face, code)
-        if data is None:
-            raise InputError(f"U+{code:04X} has no ink in {face.file}: leave the pair out")
-        rows.append(np.frombuffer(data, dtype=np.uint8))
+    """Clean bitmaps of `(face, code point)` pairs with ink, as uint8 `[N, CANVAS, CANVAS]`."""
+    rows = [np.frombuffer(draw_bitmap(*pair) or b"", dtype=np.uint8) for pair in pairs]
     return torch.from_numpy(np.stack(rows)).reshape(-1, CANVAS, CANVAS)

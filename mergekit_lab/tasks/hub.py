@@ -56,20 +56,16 @@ def download_data(
             by_part = {part: find_part_files(known, part, subset) for part in parts}
             if all(by_part.values()):
                 log.info("%s: downloading %d files", repo, sum(map(len, by_part.values())))
-                folder = ""
                 # What a source need not have comes first: cut short, it must not pass for one without it.
-                for part in (*also, *parts):
-                    if files := find_part_files(known, part, subset):
-                        folder = huggingface_hub.snapshot_download(
-                            repo,
-                            repo_type="dataset",
-                            revision=revision,
-                            allow_patterns=[*files, "README.md"],
-                            local_dir=into,
-                        )
-                huggingface_hub.snapshot_download(
-                    repo, repo_type="dataset", revision=revision, allow_patterns=[_LAST], local_dir=into
-                )
+                wanted = [find_part_files(known, part, subset) for part in (*also, *parts)]
+                for files in (*filter(None, wanted), [_LAST]):
+                    folder = huggingface_hub.snapshot_download(
+                        repo,
+                        repo_type="dataset",
+                        revision=revision,
+                        allow_patterns=[*files, "README.md"],
+                        local_dir=into,
+                    )
                 return Path(folder)
     except Exception as error:  # the hub's client raises what its HTTP library does
         reason = say_error(error)

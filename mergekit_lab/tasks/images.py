@@ -2,7 +2,7 @@
 
 Class names and prompt templates are text files in `assets/clip`, with source and license in their first lines.
 Images come from a local folder or the hub (`sources.py`) and are decoded once (`decoding.py`). `keep` holds
-them: a run's store, or memory.
+them: a run's store, or this process.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from mergekit_lab.errors import InputError, join_names, suggest
-from mergekit_lab.ranges import require, require_whole
+from mergekit_lab.ranges import Count, check_value, require
 from mergekit_lab.tasks.decoding import (
     FORM,
-    Index,
     Pictures,
     index_rows,
     map_file,
@@ -51,7 +52,12 @@ class Keeper(Protocol):
     """Makes a folder of files once and finds it again: `(kind, content, bytes to write, make)` → folder.
 
     `content` is everything that decides the files, and names the folder. `make` fills an empty folder.
+
+    Attributes:
+        device: where arithmetic runs that `make` needs.
     """
+
+    device: torch.device
 
     def __call__(self, kind: str, content: Mapping[str, Any], size: int, make: Make) -> Path: ...
 
@@ -77,7 +83,7 @@ class HubImages(ImageTask):
             `<part>/<class>/<image>`, or an original archive that has a reader. None looks in `root`, then on
             the hub.
         root: a folder that contains a folder with the task's name, or None.
-        keep: holds what is read and decoded; None keeps it in memory.
+        keep: holds what is read and decoded; None keeps it as long as the task lives.
 
     Raises:
         InputError: class names or prompts are missing or malformed; at use, the data cannot be found.
@@ -112,15 +118,11 @@ class HubImages(ImageTask):
             )
         share, most = self.validation_share, self.validation_most
         require(0 < share < 1, f"task {self.name!r}: validation_share", share, "in (0, 1)")
-        require_whole(f"task {self.name!r}: validation_most", most, 1)
+        check_value(most, Count, f"task {self.name!r}: validation_most")
         if any("{}" not in template for template in self.templates):
             raise InputError(
                 f"task {self.name!r}: a prompt of {self.prompts!r} has no '{{}}' for the class name"
             )
-
-    def with_keeper(self, keep: Keeper) -> HubImages:
-        """A copy of the task whose data `keep` holds."""
-        return replace(self, keep=keep)
 
     @cached_property
     def classes(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -207,11 +209,10 @@ class HubImages(ImageTask):
         return Labeling(self.name, self.classes, self.rows)
 
     @cached_property
-    def _indices(self) -> dict[str, Index]:
-        return {part: self._read_index(rows, part) for part, rows in self.rows.items()}
+    def _indices(self) -> dict[str, dict[str, np.ndarray]]:
+        return {part: self._read_index(self.rows[part], part) for part in self.labeling.labels}
 
-    def _read_index(self, rows: Rows, part: str) -> Index:
-        labels = self.labeling.labels[part]
+    def _read_index(self, rows: Rows, part: str) -> dict[str, np.ndarray]:
         state = [[str(file.name), file.stat().st_size, file.stat().st_mtime_ns] for file in rows.files]
         seen = hashlib.sha256(json.dumps(state).encode()).hexdigest()
         content: dict[str, Any] = {
@@ -223,16 +224,22 @@ class HubImages(ImageTask):
         content |= {"columns": [self.image_column, self.label_column], "rows": len(rows)}
 
         def make(out: Path) -> Mapping[str, Any]:
-            index = index_rows(rows)
-            np.savez(out / _FILES[1], digests=index.digests, sizes=index.sizes)
+            index: dict[str, Any] = index_rows(rows)
+            np.savez(out / _FILES[1], **index)
             return {"images": len(rows)}
 
-        if self.keep is None:
-            index = index_rows(rows)
-        else:
-            arrays = np.load(self.keep("indices", content, 32 * len(rows), make) / _FILES[1])
-            index = Index(rows.labels, arrays["digests"], arrays["sizes"])
-        return index._replace(labels=labels)
+        with self._keep("indices", content, 32 * len(rows), make) as folder:
+            return dict(np.load(folder / _FILES[1]))
+
+    @contextmanager
+    def _keep(self, kind: str, content: Mapping[str, Any], size: int, make: Make) -> Iterator[Path]:
+        """The folder that `keep` holds, or one that lasts as long as the context: a mapped file outlives it."""
+        if self.keep is not None:
+            yield self.keep(kind, content, size, make)
+            return
+        with TemporaryDirectory() as folder:
+            make(Path(folder))
+            yield Path(folder)
 
     def count_validation(self, total: int) -> int:
         """How many of `total` training images become validation, if the source has no such part."""
@@ -284,25 +291,11 @@ class HubImages(ImageTask):
     def _hash_files(self, part: Part) -> set[bytes]:
         """A part's encoded images by their hashes."""
         where, chosen = self._choose_rows(part)
-        return set(map(bytes, self._indices[where].digests[chosen]))
-
-    def fingerprint(self) -> str:
-        return self._digest
+        return set(map(bytes, self._indices[where]["digests"][chosen]))
 
     @cached_property
-    def _digest(self) -> str:
-        return self.digest()
-
-    def load_samples(self, part: Part) -> ImageSamples:
-        """The part, made once for this task. An equal task reads the files again."""
-        if part not in PARTS:
-            return super().load_samples(part)
-        if part not in self._samples:
-            self._samples[part] = self.make(part)
-        return self._samples[part]
-
-    @cached_property
-    def _samples(self) -> dict[Part, ImageSamples]:
+    def _made(self) -> dict[str, Any]:
+        """Of this task alone: an equal one reads the files again."""
         return {}
 
     def count(self, part: Part) -> int:
@@ -311,13 +304,13 @@ class HubImages(ImageTask):
     def _digest_part(self, part: Part) -> str:
         where, chosen = self._choose_rows(part)
         index = self._indices[where]
-        unreadable = (index.sizes[chosen] == 0).any(1).nonzero()[0]
+        unreadable = (index["sizes"][chosen] == 0).any(1).nonzero()[0]
         if len(unreadable):
             names = join_names([self.rows[where].name(int(chosen[at])) for at in unreadable], 3)
             raise InputError(f"{self.name}: no images ({names}): stage=check_data lists all that are corrupt")
         digest = hashlib.sha256(repr((part, len(chosen))).encode())
-        digest.update(np.ascontiguousarray(index.digests[chosen]).tobytes())
-        digest.update(np.ascontiguousarray(index.labels[chosen]).tobytes())
+        for values in (index["digests"], self.labeling.labels[where]):
+            digest.update(np.ascontiguousarray(values[chosen]).tobytes())
         return digest.hexdigest()
 
     def make(self, part: Part) -> ImageSamples:
@@ -327,30 +320,19 @@ class HubImages(ImageTask):
             InputError: an image, which the message names, cannot be decoded; a label exceeds the class names.
         """
         labels, where, chosen = self.list_labels(part)
-        rows, index = self.rows[where], self._indices[where]
+        rows, sizes = self.rows[where], self._indices[where]["sizes"][chosen]
         side = None if part == "train" else SIDE
-        sizes = shrink_sizes(index, chosen) if side is None else np.full((len(chosen), 2), side)
+        sizes = shrink_sizes(sizes) if side is None else np.full_like(sizes, side)
         content = {"part": self._digest_part(part), "side": side or "shorter side 256", "form": FORM}
 
         def make(out: Path) -> Mapping[str, Any]:
             write_images(rows, chosen, out / _FILES[0], side, sizes)
             return {"task": self.name, "part": part, "images": len(chosen)}
 
-        if self.keep is None:
-            data = _make_in_memory(make)
-        else:
-            size = int(3 * sizes.prod(1).sum())
-            data = map_file(self.keep("images", content, size, make) / _FILES[0])
+        with self._keep("images", content, int(3 * sizes.prod(1).sum()), make) as folder:
+            data = map_file(folder / _FILES[0])
         images = Pictures(data, sizes, SIDE) if side is None else data.view(-1, 3, side, side)
         return ImageSamples(images, torch.from_numpy(labels))
-
-
-def _make_in_memory(make: Make) -> torch.Tensor:
-    from tempfile import TemporaryDirectory
-
-    with TemporaryDirectory() as folder:
-        make(Path(folder))
-        return torch.frombuffer(bytearray((Path(folder) / _FILES[0]).read_bytes()), dtype=torch.uint8)
 
 
 def _read_lines(kind: str, name: str, task: str) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ def register_metric(*, mean: bool) -> Callable[[Metric], Metric]:
     """
 
     def register(function: Metric) -> Metric:
-        reads = signature(function).parameters.get("sources")
+        reads = "sources" in signature(function).parameters
 
         @wraps(function)
         def check_and_score(
@@ -43,16 +43,15 @@ def register_metric(*, mean: bool) -> Callable[[Metric], Metric]:
         ) -> float:
             if not len(predictions):
                 raise InputError(f"{function.__name__} needs predictions, and there are none")
-            if reads and reads.default is reads.empty and sources is None:
+            if reads and sources is None:
                 raise InputError(f"{function.__name__} also needs sources (the prompts)")
-            counts = {"references": references} | ({} if sources is None else {"sources": sources})
-            for kind, texts in counts.items():
-                if len(texts) != len(predictions):
+            for kind, texts in (("references", references), ("sources", sources)):
+                if texts is not None and len(texts) != len(predictions):
                     raise InputError(
                         f"{function.__name__}: {len(predictions)} predictions have {len(texts)} {kind}; one "
                         "each is needed"
                     )
-            return function(predictions, references, *((sources,) if reads and sources is not None else ()))
+            return function(predictions, references, *((sources,) if reads else ()))
 
         METRICS[function.__name__] = check_and_score
         if mean:
@@ -230,7 +229,9 @@ def matthews(predictions: Sequence[str], references: Sequence[str]) -> float:
     positive = sorted(set(references))[-1]
     p = torch.tensor([normalize(x) == normalize(positive) for x in predictions], dtype=torch.float64)
     r = torch.tensor([x == positive for x in references], dtype=torch.float64)
-    return _correlate(p, r)
+    p, r = p - p.mean(), r - r.mean()
+    scale = float(p.norm() * r.norm())
+    return float(p @ r) / scale if scale > 0 else 0.0
 
 
 @register_metric(mean=False)
@@ -252,9 +253,3 @@ def _read_number(text: str) -> float:
     except ValueError:
         return 0.0
     return number if math.isfinite(number) else 0.0
-
-
-def _correlate(x: torch.Tensor, y: torch.Tensor) -> float:
-    x, y = x - x.mean(), y - y.mean()
-    scale = float(x.norm() * y.norm())
-    return float(x @ y) / scale if scale > 0 else 0.0

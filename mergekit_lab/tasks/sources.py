@@ -16,6 +16,7 @@ import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +39,21 @@ class Rows(ABC):
         label_names: the source's names of its labels, in their order; None if it has none.
         by_name: whether the source has only names. Then `labels` are positions in `label_names`, which lists
             the names in this part: the same number may be another class in another part.
-        chunks: ranges of rows to read together. They cover all rows in order.
         files: the files that hold the rows. Their sizes and times tell whether they changed.
     """
 
     labels: np.ndarray
     label_names: tuple[str, ...] | None = None
     by_name: bool = False
-    chunks: list[range]
     files: list[Path]
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @cached_property
+    def chunks(self) -> list[range]:
+        """Ranges of rows to read together. They cover all rows in order."""
+        return [range(start, min(start + _CHUNK, len(self))) for start in range(0, len(self), _CHUNK)]
 
     @abstractmethod
     def load(self, chunk: int) -> list[bytes]:
@@ -58,10 +62,6 @@ class Rows(ABC):
     @abstractmethod
     def name(self, row: int) -> str:
         """A row's image as messages call it."""
-
-
-def _list_chunks(total: int) -> list[range]:
-    return [range(start, min(start + _CHUNK, total)) for start in range(0, total, _CHUNK)]
 
 
 class ParquetRows(Rows):
@@ -80,7 +80,8 @@ class ParquetRows(Rows):
         self.chunks, self._groups = [], []
         labels: list[Any] = []
         for file in files:
-            opened = _open_parquet(file)
+            with explain_parquet_errors(file):
+                opened = parquet.ParquetFile(file)
             self._image = _find_image_column(file, opened.schema_arrow, image)
             if label not in opened.schema_arrow.names:
                 raise InputError(
@@ -88,42 +89,30 @@ class ParquetRows(Rows):
                     f"{join_names(opened.schema_arrow.names)}"
                 )
             self.label_names = _name_labels(opened.schema_arrow, label)
-            first = len(labels)
+            start = first = len(labels)
             with explain_parquet_errors(file):
-                labels += parquet.read_table(file, columns=[label]).column(label).to_pylist()
+                labels += opened.read(columns=[label]).column(label).to_pylist()
             for group in range(opened.num_row_groups):
                 size = opened.metadata.row_group(group).num_rows
                 self.chunks.append(range(first, first + size))
-                self._groups.append((file, group))
+                self._groups.append((file, group, start))
                 first += size
         self.labels, names = _number_labels(labels, self.name)
         self.label_names = names or self.label_names
         self.by_name = names is not None
 
     def load(self, chunk: int) -> list[bytes]:
-        file, group = self._groups[chunk]
-        opened = _open_parquet(file)
+        from pyarrow import parquet
+
+        file, group, _ = self._groups[chunk]
         with explain_parquet_errors(file):
+            opened = parquet.ParquetFile(file)
             rows = opened.read_row_group(group, columns=[self._image]).column(0).to_pylist()
         return [(row["bytes"] if isinstance(row, dict) else row) or b"" for row in rows]
 
     def name(self, row: int) -> str:
-        at = next(i for i, rows in enumerate(self.chunks) if row in rows)
-        return f"{self._groups[at][0].name}, row {row - self._find_first_row(at)}"
-
-    def _find_first_row(self, chunk: int) -> int:
-        """The first row of the file that holds a chunk."""
-        file = self._groups[chunk][0]
-        return next(
-            rows.start for rows, (other, _) in zip(self.chunks, self._groups, strict=True) if other == file
-        )
-
-
-def _open_parquet(file: Path) -> Any:
-    from pyarrow import parquet
-
-    with explain_parquet_errors(file):
-        return parquet.ParquetFile(file)
+        file, _, start = next(g for g, rows in zip(self._groups, self.chunks, strict=True) if row in rows)
+        return f"{file.name}, row {row - start}"
 
 
 @contextmanager
@@ -141,14 +130,10 @@ def explain_parquet_errors(file: Path) -> Iterator[None]:
 def _find_image_column(file: Path, schema: Any, wanted: str) -> str:
     from pyarrow import types
 
-    def is_binary(kind: Any) -> bool:
-        return bool(types.is_binary(kind) or types.is_large_binary(kind))
-
     def holds_images(kind: Any) -> bool:
-        if types.is_struct(kind):
-            fields = [kind.field(i) for i in range(kind.num_fields)]
-            return any(field.name == "bytes" and is_binary(field.type) for field in fields)
-        return is_binary(kind)
+        if types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+            kind = kind.field("bytes").type
+        return bool(types.is_binary(kind) or types.is_large_binary(kind))
 
     candidates = [field.name for field in schema if holds_images(field.type)]
     if wanted in candidates:
@@ -231,7 +216,6 @@ class FolderRows(Rows):
         refuse_no_files(self._images)
         self.labels = np.array([number for number, _ in images], dtype=np.int64)
         self.label_names = tuple(classes)
-        self.chunks = _list_chunks(len(images))
         self.files = self._images
 
     def load(self, chunk: int) -> list[bytes]:
@@ -272,7 +256,6 @@ class TarRows(Rows):
                     self._members.append((file, member.offset_data, member.size, member.name))
                     labels.append(numbers[key])
         self.labels = np.array(labels, dtype=np.int64)
-        self.chunks = _list_chunks(len(labels))
 
     def load(self, chunk: int) -> list[bytes]:
         images = []
@@ -344,7 +327,6 @@ class Fer2013Rows(Rows):
         self._pixels = [row["pixels"] or "" for _, row in rows]
         self.labels = np.array(numbers, dtype=np.int64)
         self.label_names = _FER2013_LABELS
-        self.chunks = _list_chunks(len(rows))
 
     def load(self, chunk: int) -> list[bytes]:
         return [_encode_gray(self._pixels[row]) for row in self.chunks[chunk]]

@@ -6,9 +6,9 @@ a backbone learns a task and is scored.
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sized
 from dataclasses import dataclass
 from functools import cache
+from itertools import combinations
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -93,7 +93,13 @@ class Task(ABC):
         """
         if part not in PARTS:
             raise InputError(f"task {self.name!r} has no part {part!r}{suggest(str(part), PARTS)}")
-        return _make(self, part)
+        if part not in self._made:
+            samples = self.make(part)
+            if len(samples) == 0:
+                raise InputError(f"task {self.name!r} has an empty part {part!r}: raise its size")
+            self.check(part, samples)
+            self._made[part] = samples
+        return self._made[part]
 
     def count(self, part: Part) -> int:
         """The number of samples in a part."""
@@ -101,7 +107,15 @@ class Task(ABC):
 
     def fingerprint(self) -> str:
         """SHA-256 of all that a model is trained and scored with (64 hex digits)."""
-        return _compute_fingerprint(self)
+        if "digest" not in self._made:
+            self._made["digest"] = self.digest()
+        digest: str = self._made["digest"]
+        return digest
+
+    @property
+    def _made(self) -> dict[str, Any]:
+        """What equal tasks share: their parts, and the digest."""
+        return _find_made(self)
 
 
 @dataclass(frozen=True)
@@ -116,10 +130,6 @@ class ImageTask(Task):
     templates: ClassVar[tuple[str, ...]]
     rendered: ClassVar[bool] = False
     metric: ClassVar[str] = "accuracy"
-
-    @abstractmethod
-    def make(self, part: Part) -> ImageSamples:
-        """Build one part only from the fields: the same fields give the same bytes."""
 
     def check(self, part: Part, samples: ImageSamples) -> None:
         low, high = int(samples.labels.min()), int(samples.labels.max())
@@ -145,17 +155,8 @@ class ImageTask(Task):
 
 
 @cache
-def _make(task: Task, part: Part) -> Sized:
-    samples: Sized = task.make(part)
-    if len(samples) == 0:
-        raise InputError(f"task {task.name!r} has an empty part {part!r}: raise its size")
-    task.check(part, samples)
-    return samples
-
-
-@cache
-def _compute_fingerprint(task: Task) -> str:
-    return task.digest()
+def _find_made(task: Task) -> dict[str, Any]:
+    return {}
 
 
 def digest_images(images: Tensor) -> list[bytes]:
@@ -167,5 +168,4 @@ def digest_images(images: Tensor) -> list[bytes]:
 def count_shared_images(task: ImageTask) -> dict[tuple[Part, Part], int]:
     """How many images two parts share, for the three pairs of parts. All zero means no leak."""
     seen = {part: set(digest_images(task.load_samples(part).images[:])) for part in PARTS}
-    pairs: list[tuple[Part, Part]] = [("train", "validation"), ("train", "test"), ("validation", "test")]
-    return {(a, b): len(seen[a] & seen[b]) for a, b in pairs}
+    return {(a, b): len(seen[a] & seen[b]) for a, b in combinations(PARTS, 2)}

@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -25,7 +24,7 @@ import torch
 from mergekit_lab.checkpoints import explain_unreachable
 from mergekit_lab.errors import InputError, join_names, say_error, suggest
 from mergekit_lab.paths import find_default_store
-from mergekit_lab.ranges import require_choice, require_whole
+from mergekit_lab.ranges import Count, check_value, require_choice
 
 from .metrics import METRICS
 from .sources import explain_parquet_errors
@@ -79,17 +78,13 @@ class TextTask(Task):
                 raise InputError(
                     f"task {self.name!r}: choices are {list(self.choices)}; two or more, all different"
                 )
-        require_whole(f"task {self.name!r}: max_new_tokens", self.max_new_tokens, 1)
+        check_value(self.max_new_tokens, Count, f"task {self.name!r}: max_new_tokens")
         object.__setattr__(self, "templates", tuple(self.templates))
         wrong = [template for template in self.templates if "{}" not in template]
         if wrong or not self.templates:
             raise InputError(
                 f"task {self.name!r}: templates need '{{}}' for the choice; at fault: {wrong or 'none given'}"
             )
-
-    @abstractmethod
-    def make(self, part: Part) -> TextSamples:
-        """Build one part only from the fields: the same fields give the same text."""
 
     def check(self, part: Part, samples: TextSamples) -> None:
         """Check that answers are among the choices and not empty."""
@@ -109,20 +104,13 @@ class TextTask(Task):
         for part in PARTS:
             samples = self.load_samples(part)
             digest.update(repr((part, samples.prompts, samples.answers)).encode("utf-8", "surrogatepass"))
-        self._tell_of_shared_prompts()
-        return digest.hexdigest()
-
-    def _tell_of_shared_prompts(self) -> None:
-        """A score on samples that were trained on, or chosen by, says little."""
-        prompts = {part: self.load_samples(part).prompts for part in PARTS}
-        for one, other in combinations(PARTS, 2):
-            known = set(prompts[one])
-            shared = sum(prompt in known for prompt in prompts[other])
-            if shared:
+        for one, other in combinations(PARTS, 2):  # a score on what was trained on, or chosen by, says little
+            known, prompts = set(self.load_samples(one).prompts), self.load_samples(other).prompts
+            if shared := sum(prompt in known for prompt in prompts):
                 log.warning(
-                    "%s: %d of %d prompts of %s are in %s too",
-                    self.name, shared, len(prompts[other]), other, one,
-                )  # fmt: skip
+                    "%s: %d of %d prompts of %s are in %s too", self.name, shared, len(prompts), other, one
+                )
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -218,13 +206,9 @@ def fill_template(template: str, row: Mapping[str, Any], task: str) -> str:
     Raises:
         InputError: the row lacks a column of the template, has no value in it, or one of the wrong kind.
     """
-    names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
-    missing = [name for name in names if name not in row]
-    if missing:
-        raise InputError(
-            f"task {task!r}: the template {template!r} names {missing[0]!r}{suggest(missing[0], row)}"
-        )
-    for name in names:
+    for name in (name for _, name, _, _ in Formatter().parse(template) if name is not None):
+        if name not in row:
+            raise InputError(f"task {task!r}: the template {template!r} names {name!r}{suggest(name, row)}")
         if row[name] is None:
             raise InputError(
                 f"task {task!r}: a row has nothing in the column {name!r}, which the template {template!r} "

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from mergekit_lab.reporting import Origin, RunFiles, html, write_report
+from mergekit_lab.reporting import Origin, RunFiles, write_report
 from mergekit_lab.reporting.drawing import save_figure
 from mergekit_lab.reporting.figures import chart_lines, chart_matrix, chart_mergers, chart_plane
 from mergekit_lab.reporting.leaderboard import build_table
 from mergekit_lab.reporting.origin import list_commands
+from mergekit_lab.reporting.page import Page, render_page, write_policy
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
@@ -75,7 +76,7 @@ def ask(
     added = [PROBE % script]
     if axe:
         added.insert(0, files("axe_core_python").joinpath("axe.min.js").read_text(encoding="utf-8"))
-    policy = html.write_policy(style, [*re.findall("<script>(.*?)</script>", text, re.S), *added])
+    policy = write_policy(style, [*re.findall("<script>(.*?)</script>", text, re.S), *added])
     text = re.sub('(?<=Security-Policy" content=")[^"]*', escape(policy), text)
     body, end, rest = text.rpartition("</body>")
     probe.write_text("".join([body, *(f"<script>{each}</script>" for each in added), end, rest]))
@@ -129,9 +130,7 @@ def plain(tmp_path_factory, study) -> Path:
     records = study(tasks=4, mergers=5, optimizers=2, seeds=3)
     path = tmp_path_factory.mktemp("plain") / "report.html"
     commands = list_commands([(ORIGIN, records)])
-    path.write_text(
-        html.render_page(html.Page("P", "", build_table(records), records, origin=ORIGIN, commands=commands))
-    )
+    path.write_text(render_page(Page("P", "", build_table(records), records, origin=ORIGIN, commands=commands)))
     return path
 
 
@@ -292,7 +291,7 @@ def test_each_row_has_its_command_to_copy(plain) -> None:
 def test_printing_clips_no_column_of_a_wide_table(tmp_path, study) -> None:
     table = build_table(records := study(tasks=20, mergers=3, optimizers=2, seeds=2))
     written = tmp_path / "report.html"
-    written.write_text(html.render_page(html.Page("Wide", "", table, records)))
+    written.write_text(render_page(Page("Wide", "", table, records)))
     script = """
       const wide = document.querySelector(".wide"), last = wide.querySelector("thead th:last-child");
       return [last.getBoundingClientRect().right, innerWidth, wide.scrollWidth - wide.clientWidth];
@@ -308,7 +307,7 @@ def test_five_thousand_records_open_at_once(tmp_path, study) -> None:
     assert len(records) == 5000
     table = build_table(records)
     written = tmp_path / "report.html"
-    written.write_text(html.render_page(html.Page("Large", "", table, records)))
+    written.write_text(render_page(Page("Large", "", table, records)))
     ask(written, "return 0;")
     opened = ask(written, "return performance.now();")
     assert opened < 3000, "a second on an idle machine, thrice that beside other tests"

@@ -14,11 +14,11 @@ import pytest
 
 from mergekit_lab.errors import say_bytes, say_duration
 from mergekit_lab.failure import write_failure
-from mergekit_lab.reporting import Origin, Timing, compare, html, read_records, write_report
-from mergekit_lab.reporting.html import say_cache
+from mergekit_lab.reporting import Origin, Timing, compare, read_records, write_report
 from mergekit_lab.reporting.leaderboard import build_table
 from mergekit_lab.reporting.records import Failure, write_records
 from mergekit_lab.reporting.run_files import FILES_READ, RunFiles, read_run
+from mergekit_lab.reporting.summary import say_cache
 
 CURVES = {"task0": [{"step": 0, "train_loss": 2.0}, {"step": 9, "train_loss": 1.0}]}
 SEARCHES = {"merger0": [{"coefficient": 0.1, "normalized": 0.7, "chosen": True}]}
@@ -150,7 +150,7 @@ def test_the_policy_names_the_style_and_the_scripts_of_the_page_and_allows_nothi
 
 
 def test_figures_beyond_the_pages_room_are_named(tmp_path, study, monkeypatch):
-    monkeypatch.setattr(html, "FIGURE_BYTES", 0)
+    monkeypatch.setattr("mergekit_lab.reporting.page.FIGURE_BYTES", 0)
     text = report(tmp_path, study(tasks=1, mergers=1), curves={}, searches={}).html.read_text()
     assert "their folders: mergers.png, heatmap.png" in text
     assert "vegaEmbed" not in text

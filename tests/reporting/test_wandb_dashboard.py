@@ -5,8 +5,7 @@ import json
 import pytest
 
 from mergekit_lab import InputError
-from mergekit_lab.paths import find_conf_dir
-from mergekit_lab.reporting.wandb_dashboard import ANALYSES, build_dashboard
+from mergekit_lab.reporting.wandb_dashboard import build_dashboard
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")  # in wandb_workspaces itself
@@ -14,13 +13,17 @@ def test_the_dashboard_shows_what_the_tracker_logs() -> None:
     pytest.importorskip("wandb_workspaces")
     dashboard = build_dashboard("p", "team", ["quickstart"])
     saved = json.dumps(dashboard._to_model().spec.model_dump(mode="json", by_alias=True, exclude_none=True))
-    for name in ("best/normalized", "best/seconds", "leaderboard", "train_loss", "quickstart", "evaluate"):
+    for name in (
+        "best/normalized",
+        "best/seconds",
+        "leaderboard",
+        "train_loss",
+        "quickstart",
+        "evaluate",
+        "hessian",
+    ):
         assert name in saved
     assert (dashboard.project, dashboard.entity) == ("p", "team")
-
-
-def test_every_analysis_has_its_figure_there() -> None:
-    assert sorted(ANALYSES) == sorted(file.stem for file in (find_conf_dir() / "analysis").glob("*.yaml"))
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch) -> None:

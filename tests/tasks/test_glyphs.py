@@ -40,10 +40,8 @@ def test_a_wide_glyph_is_drawn_smaller_and_not_cut():
     assert 30 < int(columns.sum()) <= CANVAS - 4
 
 
-def test_a_character_without_ink_has_no_digest_and_cannot_be_stacked():
+def test_a_character_without_ink_has_no_digest():
     assert digest(FACES[0], ord(" ")) is None
-    with pytest.raises(InputError, match=r"U\+0020 has no ink"):
-        stack([(FACES[0], ord(" "))])
 
 
 def test_without_distortion_warping_keeps_the_glyph_upright_and_in_place():

@@ -1,6 +1,8 @@
 """`report.html`: one self-contained page, readable offline, on a phone, on paper, in light and in dark.
 
-Jinja2 makes it from `templates/` and escapes whatever comes from outside (names, errors, configuration); the
+`summary.md` is the same without pictures.
+
+Jinja2 makes both from `templates/` and escapes whatever comes from outside (names, errors, configuration); the
 scripts hold no data. A figure is a picture. If the reader has scripts, Vega-Lite draws the same in its place.
 The page's policy allows the scripts and the style that it holds, by their hashes, and no more: no request, and
 no text that becomes code.
@@ -17,15 +19,16 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergekit_lab.errors import say_bytes, say_duration
+from mergekit_lab.errors import say_duration
 from mergekit_lab.reporting.drawing import Figure
 from mergekit_lab.reporting.leaderboard import build_table
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.origin import Origin
 from mergekit_lab.reporting.published import HEADER, TITLE, Beside, format_numbers, list_bases
 from mergekit_lab.reporting.records import Failure, Record, Timing
+from mergekit_lab.reporting.summary import say_cache
 from mergekit_lab.reporting.tables import Row, Table, to_percent
-from mergekit_lab.reporting.writing import to_csv, to_latex
+from mergekit_lab.reporting.writing import escape_cell, itemize, to_csv, to_latex, to_markdown
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -70,18 +73,41 @@ class Page:
 
 
 @cache
-def _load_template() -> Template:
+def _load_template(name: str) -> Template:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     jinja = Environment(
         loader=PackageLoader("mergekit_lab.reporting"),
-        autoescape=True,
+        autoescape=name.endswith(".html.j2"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        keep_trailing_newline=name.endswith(".md.j2"),
     )
     jinja.filters |= {"display": display_name, "duration": say_duration, "percent": to_percent}
-    return jinja.get_template("page.html.j2")
+    jinja.filters |= {
+        "cell": escape_cell,
+        "items": itemize,
+        "markdown": lambda table: to_markdown(table).rstrip(),
+    }
+    return jinja.get_template(name)
+
+
+def _describe(page: Page) -> dict[str, Any]:
+    """What both views show."""
+    return {
+        **vars(page),
+        "published": list(zip(page.published, format_numbers(page.published), strict=True)),
+        "published_title": TITLE,
+        "published_header": HEADER,
+        "bases": list_bases(page.published),
+        "cache": say_cache(page.records),
+    }
+
+
+def render_summary(page: Page) -> str:
+    """The page without its pictures, in Markdown."""
+    return _load_template("summary.md.j2").render(_describe(page))
 
 
 def render_page(page: Page) -> str:
@@ -95,8 +121,8 @@ def render_page(page: Page) -> str:
     if len(names) > 1:
         scripts[1:1] = [file.read_text(encoding="utf-8") for file in _LIBRARY]
     style = (_TEMPLATES / "style.css").read_text(encoding="utf-8")
-    return _load_template().render(
-        {**vars(page), "published": list(zip(page.published, format_numbers(page.published), strict=True))},
+    return _load_template("page.html.j2").render(
+        _describe(page),
         policy=write_policy(style, scripts),
         style=style,
         scripts=scripts,
@@ -110,10 +136,6 @@ def render_page(page: Page) -> str:
         filters=_choose_filters(table, list(tables)[1:]),
         intervals=any(row.interval for row in table.rows),
         downloads={name: b64encode(text.encode()).decode("ascii") for name, text in files.items()},
-        published_title=TITLE,
-        published_header=HEADER,
-        bases=list_bases(page.published),
-        cache=say_cache(page.records),
     )
 
 
@@ -172,18 +194,3 @@ def _choose_filters(table: Table, seeds: Sequence[str]) -> list[tuple[str, str, 
     if seeds:
         filters.append(("seed", "mean over seeds", [(seed, seed) for seed in seeds]))
     return filters
-
-
-def say_cache(records: Sequence[Record]) -> str:
-    """How many evaluations came from the store, what they had cost, and the largest memory peak."""
-    reused = [record for record in records if record.reused]
-    sentences = []
-    if reused:
-        how_many = f"{len(reused)} of {len(records)}" if len(reused) < len(records) else f"All {len(records)}"
-        cost = say_duration(sum(record.wall_seconds for record in reused))
-        sentences.append(f"{how_many} evaluations were found in the store; computing them had taken {cost}.")
-    elif records:
-        sentences.append(f"All {len(records)} evaluations were computed.")
-    if peaks := [record.peak_memory_bytes for record in records if record.peak_memory_bytes]:
-        sentences.append(f"The largest memory peak was {say_bytes(max(peaks))}.")
-    return " ".join(sentences)
