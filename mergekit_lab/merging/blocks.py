@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Method, Segment, Site
-from mergekit_lab.merging.flat import fill, send_whole
 from mergekit_lab.merging.inputs import Inputs
+from mergekit_lab.merging.transfers import fill, send_whole
 from mergekit_lab.prefetch import prefetch
 
 CPU_BLOCK = 1 << 18

@@ -55,12 +55,8 @@ class Fisher(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            not self.favor_target or self.preset == "matena",
-            "favor_target",
-            self.favor_target,
-            "False for the preset 'mergelm'",
-        )
+        fits = not self.favor_target or self.preset == "matena"
+        require(fits, "favor_target", self.favor_target, "False for the preset 'mergelm'")
 
     elementwise = True
     propagates = True
@@ -70,9 +66,8 @@ class Fisher(Method):
         if self.normalize == "none":
             return None
         totals = sum_fishers(stream, self.normalize)
-        norms = (totals.sqrt() if self.normalize == "norm" else totals) + self.floor * (
-            self.preset == "mergelm"
-        )
+        norms = totals.sqrt() if self.normalize == "norm" else totals
+        norms = norms + (self.floor if self.preset == "mergelm" else 0.0)
         zero = [expert for expert, norm in zip(stream.experts, norms.tolist(), strict=True) if norm == 0]
         if zero:
             raise InputError(f"the fisher of {join_names(zero)} is 0 everywhere and has no norm to divide by")

@@ -23,11 +23,11 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.merging.blocks import Notes, Reader
 from mergekit_lab.merging.contract import Method, Segment, Site
 from mergekit_lab.merging.devices import Devices, parse_devices, resolve_device
-from mergekit_lab.merging.flat import allocate_result
 from mergekit_lab.merging.inputs import VARIANCE, Inputs, Source, Sources, open_inputs
 from mergekit_lab.merging.jobs import STACK_BYTES, Results, count_members, count_workers, run_jobs
 from mergekit_lab.merging.spectral import SpectralMethod
 from mergekit_lab.merging.subspace import Frame, SubspaceMethod
+from mergekit_lab.merging.transfers import allocate_result
 
 
 def _run_job(reader: Reader, names: list[str], survey: Any, dtype: torch.dtype | None) -> Results:

@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mergekit_lab.merging import TaskArithmetic, merge_state_dicts
-from mergekit_lab.merging.flat import allocate_result
+from mergekit_lab.merging.transfers import allocate_result
 
 _SMAPS = Path("/proc/self/smaps")
 _FREE = {
