@@ -7,15 +7,14 @@ tanganke/fusion_bench run: the floor is added, and the norm has it too.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from annotated_types import Ge
 from torch import Tensor
 
 from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.merging.contract import Method, Site, Stream
-from mergekit_lab.ranges import require
+from mergekit_lab.ranges import Magnitude, require
 
 
 def sum_fishers(stream: Stream, normalize: str) -> Tensor:
@@ -47,7 +46,7 @@ class Fisher(Method):
     """
 
     preset: Literal["matena", "mergelm"] = "matena"
-    floor: Annotated[float, Ge(0)] = 1e-6
+    floor: Magnitude = 1e-6
     normalize: Literal["none", "trace", "norm"] = "none"
     favor_target: bool = False
 
