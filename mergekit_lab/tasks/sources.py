@@ -301,9 +301,7 @@ class Fer2013Rows(Rows):
     """
 
     def __init__(self, file: Path, part: str) -> None:
-        wanted = FER2013_USAGE.get(part, set())
         self.files = [file]
-        self._file = file
         table: Any = None
         try:
             with file.open(encoding="utf-8-sig", newline="") as opened:
@@ -319,20 +317,17 @@ class Fer2013Rows(Rows):
         for line, row in every:
             if row["Usage"] not in known:
                 raise InputError(f"{file}, line {line}: the usage is {row['Usage']!r}, not {join_names(known)}")
-        rows = [(line, row) for line, row in every if row["Usage"] in wanted]
-        numbers = [
-            _read_number(row["emotion"] or "", f"{file}, line {line}: the emotion") for line, row in rows
-        ]
-        self._lines = [line for line, _ in rows]
-        self._pixels = [row["pixels"] or "" for _, row in rows]
+        rows = [(line, row) for line, row in every if row["Usage"] in FER2013_USAGE.get(part, ())]
+        self._pixels = [(line, row["pixels"] or "") for line, row in rows]
+        numbers = [_read_number(r["emotion"] or "", f"{file}, line {line}: the emotion") for line, r in rows]
         self.labels = np.array(numbers, dtype=np.int64)
         self.label_names = _FER2013_LABELS
 
     def load(self, chunk: int) -> list[bytes]:
-        return [_encode_gray(self._pixels[row]) for row in self.chunks[chunk]]
+        return [_encode_gray(self._pixels[row][1]) for row in self.chunks[chunk]]
 
     def name(self, row: int) -> str:
-        return f"{self._file.name}, line {self._lines[row]}"
+        return f"{self.files[0].name}, line {self._pixels[row][0]}"
 
 
 def _encode_gray(pixels: str) -> bytes:

@@ -128,12 +128,12 @@ def main(arguments: list[str] | None = None) -> None:
         stories = WordProblems(
             train_size=SIZES["train"], validation_size=SIZES["validation"], test_size=SIZES["test"]
         )
-        _publish(out / "stories", lambda: {p: _read_rows(stories, p) for p in PARTS})
-
-
-def _read_rows(task: WordProblems, part: str) -> list[dict[str, str]]:
-    samples = task.load_samples(part)  # type: ignore[arg-type]
-    return [{"prompt": p, "answer": a} for p, a in zip(samples.prompts, samples.answers, strict=True)]
+        samples = {part: stories.load_samples(part) for part in PARTS}
+        rows = {
+            part: [{"prompt": p, "answer": a} for p, a in zip(s.prompts, s.answers, strict=True)]
+            for part, s in samples.items()
+        }
+        _publish(out / "stories", lambda: rows)
 
 
 def _publish(folder: Path, make: Callable[[], Parts]) -> None:
