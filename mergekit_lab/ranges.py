@@ -1,21 +1,30 @@
-"""Ranges of settings: a message names the setting, its value and what it may be.
+"""What settings may be, as their types declare it: a message names the setting, its value and what it may be.
 
 A class declares what its fields may be in their types: `Literal["mean", "sum"]`, `Share | None`,
 `Annotated[float, Ge(0)]`. `check_settings` reads these types, and a run's configuration is checked by the same.
+
+Types and ranges are pydantic's to check, in its strict JSON mode: a list is a tuple where one is declared, a
+string a path, `1` a float, and nothing else is converted. Its errors are put into our words.
 """
 
-import operator
+from __future__ import annotations
+
+import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from inspect import get_annotations
 from types import NoneType, SimpleNamespace, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
 
 from mergekit_lab.errors import InputError, abbreviate, suggest
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 """The largest number of float32, in which most merges are computed."""
@@ -29,69 +38,13 @@ Share = Annotated[float, Gt(0), Le(1)]
 Proportion = Annotated[float, Ge(0), Le(1)]
 NotNegative = Annotated[float, Ge(0), Le(FASTEST)]
 Rate = Annotated[float, Gt(0), Le(FASTEST)]
+Number = Annotated[float, Ge(-FASTEST), Le(FASTEST)]
 
-_KINDS: dict[Any, tuple[type | UnionType, str]] = {
-    float: (int | float, "a number"), int: (int, "a whole number"), bool: (bool, "true or false"),
-    NoneType: (NoneType, "null"), Sequence: (Sequence, "a list"), Mapping: (Mapping, "a mapping"),
-    list: (Sequence, "a list"), dict: (Mapping, "a mapping"), Literal: (object, ""),
-}  # fmt: skip
-
-_BOUNDS = {Ge: (operator.ge, "ge"), Gt: (operator.gt, "gt"), Le: (operator.le, "le"), Lt: (operator.lt, "lt")}
-
-
-class _Rule(NamedTuple):
-    """One member of a field's type: its kind, what a `Literal` lists, and bounds."""
-
-    kind: Any
-    choices: tuple[Any, ...]
-    bounds: tuple[Any, ...]
-
-    def takes(self, value: object) -> bool:
-        if self.kind is Literal:
-            return value in self.choices
-        if isinstance(value, bool | str):
-            return isinstance(value, bool) and self.kind is bool
-        return isinstance(value, _KINDS[self.kind][0])
-
-    @property
-    def words(self) -> list[str]:
-        """What it takes, as messages say it."""
-        if self.kind is bool:
-            return ["true", "false"]
-        within = f" that is {describe_range(self.bounds)}" if self.bounds else ""
-        return [str(choice) for choice in self.choices] or [_KINDS[self.kind][1] + within]
-
-
-def _read_rule(hint: Any) -> _Rule:
-    bounds = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
-    plain = get_args(hint)[0] if bounds else hint
-    kind = get_origin(plain) or plain
-    return _Rule(kind, get_args(plain) if kind is Literal else (), bounds)
-
-
-@cache
-def _read_rules(taker: Callable[..., Any]) -> Mapping[str, Sequence[tuple[_Rule, ...]]]:
-    """What the types of a class and then its parents, or of a function's arguments, say of plain values; others
-    are left out.
-    """
-    known: dict[str, list[tuple[_Rule, ...]]] = {}
-    for owner in getattr(taker, "__mro__", (taker,)):
-        for name, hint in _read_hints(owner):
-            options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-            rules = tuple(map(_read_rule, options))
-            if all(rule.kind in _KINDS for rule in rules):
-                known.setdefault(name, []).append(rules)
-    return known
-
-
-def _read_hints(owner: Any) -> Iterator[tuple[str, Any]]:
-    """The types that a class or function declares itself, without those that its module cannot name."""
-    for name, hint in get_annotations(owner).items():
-        module = sys.modules.get(owner.__module__)
-        names = getattr(owner, "__globals__", None) or getattr(module, "__dict__", {})
-        with suppress(NameError, TypeError, AttributeError, SyntaxError):  # a user's own
-            one = SimpleNamespace(__annotations__={name: hint})
-            yield name, get_type_hints(one, {**vars(owner)}, names, include_extras=True)[name]
+_WORDS = {float: "a number", int: "a whole number", NoneType: "null", Sequence: "a list", Mapping: "a mapping"}
+_PLAIN = (*_WORDS, bool, str, Any, ..., list, tuple, dict, Union, UnionType)
+_BOUNDS = {Ge: "ge", Gt: "gt", Le: "le", Lt: "lt"}
+_OUT_OF_RANGE = {"greater_than_equal", "greater_than", "less_than_equal", "less_than"}
+"""pydantic's errors of numbers."""
 
 
 def check_settings(taker: Callable[..., Any], settings: Mapping[str, object], named: str = "{}") -> None:
@@ -104,37 +57,149 @@ def check_settings(taker: Callable[..., Any], settings: Mapping[str, object], na
         settings: by name.
         named: what messages call one, "training.{}".
     """
-    for name, declared in _read_rules(taker).items():
-        for rules in declared if name in settings else ():
-            if rules is declared[0] or any(rule.takes(settings[name]) for rule in rules):
-                _check_setting(named.format(name), settings[name], rules)
+    for name, hints in _read_hints(taker).items():
+        for hint in hints if name in settings else ():
+            check_value(settings[name], hint, named.format(name), of_parent=hint is not hints[0])
 
 
-def _check_setting(name: str, value: Any, rules: Sequence[_Rule]) -> None:
-    taking = [rule for rule in rules if rule.takes(value)]
-    words = [word for rule in rules for word in rule.words]
-    if any(rule.choices for rule in rules) and not taking:
-        require_choice(name, value, words)
-    require(bool(taking), name, value, " or ".join(words))
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        large = isinstance(value, int) and not -_LONGEST <= value < _LONGEST
-        wide = any(rule.kind is float for rule in rules)
-        advice = "finite in float32; write large ones as 1e30" if wide else "below 2**63 in size"
-        require(not large, name, value, f"{_KINDS[taking[0].kind][1]}, {advice}")
-        bounds = taking[0].bounds
-        null = ", or null" if any(rule.kind is NoneType for rule in rules) else ""
-        require(all(_is_within(value, bound) for bound in bounds), name, value, describe_range(bounds) + null)
-        require(abs(float(value)) <= FLOAT32_MAX, name, value, "finite in float32")
+@cache
+def _read_hints(taker: Callable[..., Any]) -> Mapping[str, Sequence[Any]]:
+    """What the types of a class and then its parents, or of a function's arguments, say of plain values; others
+    are left out.
+    """
+    known: dict[str, list[Any]] = {}
+    for owner in getattr(taker, "__mro__", (taker,)):
+        for name, hint in _read_own_hints(owner):
+            if _is_plain(hint):
+                known.setdefault(name, []).append(hint)
+    return known
 
 
-def _is_within(value: Any, bound: Any) -> bool:
-    compare, name = _BOUNDS.get(type(bound), (None, ""))
-    return compare is None or bool(compare(value, getattr(bound, name)))
+def _read_own_hints(owner: Any) -> Iterator[tuple[str, Any]]:
+    """The types that a class or function declares itself, without those that its module cannot name."""
+    for name, hint in get_annotations(owner).items():
+        module = sys.modules.get(owner.__module__)
+        names = getattr(owner, "__globals__", None) or getattr(module, "__dict__", {})
+        with suppress(NameError, TypeError, AttributeError, SyntaxError):  # a user's own
+            one = SimpleNamespace(__annotations__={name: hint})
+            yield name, get_type_hints(one, {**vars(owner)}, names, include_extras=True)[name]
+
+
+def _is_plain(hint: Any) -> bool:
+    hint = strip_annotation(hint)
+    origin = get_origin(hint) or hint
+    return origin is Literal or (origin in _PLAIN and all(map(_is_plain, get_args(hint))))
+
+
+def strip_annotation(hint: Any) -> Any:
+    """A type without its `Annotated`."""
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def list_options(hint: Any) -> tuple[Any, ...]:
+    """The members of a union, or the type itself."""
+    return get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
+
+
+def check_value(value: Any, hint: Any, name: str, *, of_parent: bool = False) -> Any:
+    """Refuse a value that is not of the type, or out of the range, that is declared for it.
+
+    Args:
+        hint: as it is declared, with `Annotated`.
+        name: for messages.
+        of_parent: a class below declares the type anew: only ranges hold.
+
+    Returns:
+        The value as pydantic reads it.
+
+    Raises:
+        InputError: the value does not fit; or one of its numbers is not finite in float32.
+    """
+    from pydantic import ValidationError
+
+    adapter, where = _make_adapter(hint), f"{name} is {abbreviate(value)}"
+    if not _is_finite(value):
+        raise InputError(f"{where}; it must be finite in float32")
+    if adapter is None:
+        return value
+    try:
+        read = adapter.validate_json(json.dumps(value, default=_make_plain))
+    except ValidationError as error:
+        kinds = {each["type"] for each in error.errors(include_url=False, include_input=False)}
+        if of_parent and all(kind.endswith("_type") for kind in kinds):
+            return value
+        raise InputError(f"{where}{_describe_rule(kinds, hint, value)}") from None
+    if isinstance(value, int) and not -_LONGEST <= value < _LONGEST:
+        rule = "a whole number, below 2**63 in size, or finite in float32, as 1e30"
+        raise InputError(f"{where}; it must be {rule}")
+    return read
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float | int) or abs(value) <= FLOAT32_MAX
+
+
+def _make_plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else repr(value)
+
+
+@cache
+def _make_adapter(hint: Any) -> TypeAdapter[Any] | None:
+    """None for a type that says nothing of plain values."""
+    from pydantic import ConfigDict, PydanticUserError, TypeAdapter
+
+    try:
+        return TypeAdapter(hint, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
+    except PydanticUserError:
+        return None
+
+
+def _describe_rule(kinds: set[str], hint: Any, value: Any) -> str:
+    """What the value must be, in our words."""
+    if kinds & {*_OUT_OF_RANGE, "too_short"}:
+        rule = describe_range(_list_bounds(hint)) if kinds & _OUT_OF_RANGE else "a list with something in it"
+        return f"; it must be {rule}{', or null' if NoneType in list_options(hint) else ''}"
+    if any(get_origin(option) is Literal for option in list_options(hint)):
+        return suggest(str(value), [word for option in list_options(hint) for word in _list_words(option)])
+    return f"; it must be {describe_type(hint)}"
+
+
+def describe_type(hint: Any) -> str:
+    """What a type takes, as messages say it."""
+    return " or ".join(word for option in list_options(hint) for word in _list_words(option))
+
+
+def _list_words(option: Any) -> list[str]:
+    plain = strip_annotation(option)
+    if plain is bool:
+        return ["true", "false"]
+    if get_origin(plain) is Literal:
+        return list(map(str, get_args(plain)))
+    bounds = describe_range(_list_bounds(option))
+    return [(_WORDS.get(plain) or _name(plain)) + (f" that is {bounds}" if bounds else "")]
+
+
+def _name(hint: Any) -> str:
+    """A type as a user reads it, `list[str]`."""
+    plain = get_type_hints(SimpleNamespace(__annotations__={"it": hint}))["it"]
+    return re.sub(r"\w+\.(?=\w)", "", str(plain)) if get_args(plain) else getattr(plain, "__name__", str(plain))
+
+
+def _list_bounds(hint: Any) -> tuple[Any, ...]:
+    """Of the first number with any in a type."""
+    own = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    if describe_range(own):
+        return own
+    return next((bounds for each in get_args(hint) if (bounds := _list_bounds(each))), ())
 
 
 def describe_range(bounds: Iterable[Any]) -> str:
     """Bounds in words, "at least 1"; of a share as an interval, "in (0, 1]"."""
-    known = {name: getattr(b, name) for b in bounds if (name := _BOUNDS.get(type(b), (None, ""))[1])}
+    known = {name: getattr(b, name) for b in bounds if (name := _BOUNDS.get(type(b)))}
     least, most = known.get("ge", known.get("gt")), known.get("le", known.get("lt"))
     if least == 0 and most == 1:
         return f"in {'(' if 'gt' in known else '['}0, 1{']' if 'le' in known else ')'}"
@@ -158,23 +223,3 @@ def require_choice(name: str, value: object, choices: Iterable[str]) -> None:
     options = list(choices)
     if value not in options:
         raise InputError(f"{name} is {value!r}{suggest(str(value), options)}")
-
-
-def require_whole(name: str, value: object, least: int) -> None:
-    """Raise `InputError` unless the setting is a whole number of at least `least` that torch can hold."""
-    fits = isinstance(value, int) and not isinstance(value, bool) and least <= value < _LONGEST
-    require(fits, name, value, f"a whole number of at least {least}")
-
-
-def require_number(name: str, value: object) -> None:
-    """Raise `InputError` unless the setting is a number that is no larger than a rate may be."""
-    require(_is_number(value, -FASTEST), name, value, f"a number from {-FASTEST:g} to {FASTEST:g}")
-
-
-def require_positive(name: str, value: object) -> None:
-    """Raise `InputError` unless the setting is a number above 0, as a learning rate."""
-    require(value != 0 and _is_number(value, 0), name, value, f"positive, at most {FASTEST:g}")
-
-
-def _is_number(value: object, least: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= FASTEST

@@ -14,6 +14,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -74,66 +75,40 @@ class Pool:
         self._workers: list[_Worker | None] = [None] * len(devices)
         atexit.register(self.close)  # before Python waits for processes that wait for it
 
-    def map(
-        self,
-        function: Callable[..., Any],
-        jobs: Sequence[tuple[Any, ...]],
-        done: Callable[[int, Outcome], None] = lambda number, outcome: None,
-    ) -> list[Outcome]:
-        """The outcomes of `function(*job)`, in the order of the jobs.
+    def run(
+        self, function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]]
+    ) -> Iterator[tuple[int, Outcome]]:
+        """The number of every job and the outcome of `function(*job)`, as soon as it is over.
 
         Args:
             function: importable by its name, as workers are fresh processes.
             jobs: arguments, which must pickle; started in this order, and asked for when it is their turn.
-            done: called here with a job's number as soon as it is over.
         """
-        outcomes: list[Outcome | None] = [None] * len(jobs)
-        waiting, tries = deque(range(len(jobs))), [0] * len(jobs)
-        while any(outcome is None for outcome in outcomes):
+        waiting, tries, left = deque(range(len(jobs))), [0] * len(jobs), len(jobs)
+        while left:
             for position in range(len(self.devices)):
                 worker = self._take_worker(position) if waiting else None
                 if worker is not None and worker.job is None:
-                    number = waiting.popleft()
-                    tries[number] += 1
-                    worker.start(number, function, jobs[number])
-            for position, number, outcome in self._collect_finished():
-                if outcome is None:
-                    exitcode = self._bury(position)
+                    worker.job = waiting.popleft()
+                    tries[worker.job] += 1
+                    worker.channel.send((function, jobs[worker.job]))
+            for worker in _wait_for([each for each in self._workers if each and each.job is not None]):
+                outcome, number, worker.job = worker.receive(), worker.job, None
+                if isinstance(outcome, str):
+                    self._workers[self._workers.index(worker)] = None
                     if tries[number] < 2:
                         waiting.appendleft(number)
                         continue
-                    outcome = Outcome(None, f"its worker died twice ({exitcode})", False, 0.0,
-                                      self.devices[position])  # fmt: skip
-                outcomes[number] = outcome
-                done(number, outcome)
-        return [outcome for outcome in outcomes if outcome is not None]
+                    outcome = Outcome(None, f"its worker died twice ({outcome})", False, 0.0, worker.device)
+                left -= 1
+                yield number, outcome
 
     def _take_worker(self, position: int) -> _Worker:
         worker = self._workers[position]
         if worker is None or (worker.job is None and not worker.process.is_alive()):
-            worker = self._workers[position] = _Worker(self.devices[position], len(self.devices))
+            device = self.devices[position]
+            worker = self._workers[position] = _Worker(device, _limit_devices([device]), len(self.devices))
         return worker
-
-    def _collect_finished(self) -> Iterator[tuple[int, int, Outcome | None]]:
-        """Jobs that are over: (position of the device, job's number, outcome); None where the worker died."""
-        busy = {w.channel: (n, w) for n, w in enumerate(self._workers) if w is not None and w.job is not None}
-        for channel in wait(list(busy)):
-            position, worker = busy[channel]  # type: ignore[index]
-            number = worker.job
-            assert number is not None
-            try:
-                value, error, mistake, seconds = worker.channel.recv()
-            except (EOFError, OSError):
-                yield position, number, None
-                continue
-            worker.job = None
-            yield position, number, Outcome(value, error, mistake, seconds, worker.device)
-
-    def _bury(self, position: int) -> str:
-        worker, self._workers[position] = self._workers[position], None
-        assert worker is not None
-        worker.process.join()
-        return _describe_exit(worker.process.exitcode)
 
     def dismiss(self) -> None:
         """Let idle workers end; none is waited for."""
@@ -143,23 +118,48 @@ class Pool:
 
     def close(self) -> None:
         """End all workers. Their jobs are asked to stop, and killed after 8 s."""
-        workers = [worker for worker in self._workers if worker is not None]
-        for worker in workers:
-            worker.channel.close()
-        stop([worker.process for worker in workers])
+        _end([worker for worker in self._workers if worker is not None])
         self._workers = [None] * len(self.devices)
         atexit.unregister(self.close)
 
 
 class _Worker:
-    def __init__(self, device: str, sharers: int) -> None:
-        self.device = device
-        self.channel, self.process = _start(_limit_devices([device]), sharers)
-        self.job: int | None = None
+    """A process that does what is sent through its channel, and knows this environment beside ours.
 
-    def start(self, number: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self.job = number
-        self.channel.send((function, arguments))
+    Attributes:
+        job: the number of the one that it works at.
+    """
+
+    def __init__(self, device: str, environment: Mapping[str, str], sharers: int) -> None:
+        self.device = device
+        self.job: Any = None
+        self.channel, theirs = _PROCESSES.Pipe()
+        surroundings = ({**os.environ, **environment}, tempfile.gettempdir(), _count_threads(sharers))
+        self.process = _PROCESSES.Process(target=_serve, args=(theirs, *surroundings))
+        self.process.start()
+        theirs.close()
+
+    def receive(self) -> Outcome | str:
+        """What became of what was sent; or of the process, if it died."""
+        try:
+            answer: tuple[Any, str | None, bool, float] = self.channel.recv()
+            return Outcome(*answer, self.device)
+        except (EOFError, OSError):
+            self.process.join()
+        code = self.process.exitcode
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _wait_for(workers: Sequence[_Worker]) -> list[_Worker]:
+    """Those of busy workers that have an answer, or died."""
+    ready = wait([worker.channel for worker in workers])
+    return [worker for worker in workers if worker.channel in ready]
+
+
+def _end(workers: Sequence[_Worker]) -> None:
+    for worker in workers:
+        worker.channel.close()
+    stop([worker.process for worker in workers])
 
 
 def raise_on_sigterm() -> None:
@@ -203,16 +203,6 @@ def import_ahead(modules: Sequence[str]) -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start(environment: Mapping[str, str], sharers: int) -> tuple[Connection, Any]:
-    """A process that does what is sent through the channel, which knows this environment beside ours."""
-    ours, theirs = _PROCESSES.Pipe()
-    surroundings = ({**os.environ, **environment}, tempfile.gettempdir(), _count_threads(sharers))
-    process = _PROCESSES.Process(target=_serve, args=(theirs, *surroundings))
-    process.start()
-    theirs.close()
-    return ours, process
-
-
 def _serve(
     channel: Connection, environment: Mapping[str, str], temporary: str, threads: int | None
 ) -> NoReturn:
@@ -238,12 +228,13 @@ def _serve(
 def _answer(channel: Connection) -> int:
     while True:
         try:
-            function, arguments = channel.recv()
+            message = channel.recv_bytes()
         except EOFError:
             return 0
         begun = time.monotonic()
         value, error, mistake = None, None, False
         try:
+            function, arguments = pickle.loads(message)
             value = function(*arguments)
         except InputError as problem:
             error, mistake = str(problem), True
@@ -267,41 +258,29 @@ def run_together(function: Callable[..., Any], arguments: tuple[Any, ...], devic
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(devices))}
-    channels, processes = [], []
-    try:
-        for rank in range(len(devices)):
-            mine = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
-            channel, process = _start(shared | _limit_devices(devices) | mine, len(devices))
-            channels.append(channel)
-            processes.append(process)
-            channel.send((function, arguments))
-        first = _collect(channels, processes)[0]
-        for channel in channels:
-            channel.close()
-        for process in processes:
-            process.join(_PATIENCE)  # it ends by itself, for its channel is closed
-        return first
-    finally:
-        for channel in channels:
-            channel.close()
-        stop(processes)
-
-
-def _collect(channels: list[Connection], processes: list[Any]) -> list[Any]:
+    workers: list[_Worker] = []
     values: dict[int, Any] = {}
-    while len(values) < len(channels):
-        for channel in wait([c for rank, c in enumerate(channels) if rank not in values]):
-            rank = channels.index(channel)  # type: ignore[arg-type]
-            try:
-                value, error, mistake, _ = channels[rank].recv()
-            except (EOFError, OSError):
-                processes[rank].join()
-                ending = _describe_exit(processes[rank].exitcode)
-                raise RuntimeError(f"process {rank} of {len(channels)} died ({ending})") from None
-            if error is not None:
-                raise InputError(error) if mistake else RuntimeError(f"process {rank}: {error}")
-            values[rank] = value
-    return [values[rank] for rank in range(len(channels))]
+    try:
+        for rank, device in enumerate(devices):
+            mine = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
+            workers.append(_Worker(device, shared | _limit_devices(devices) | mine, len(devices)))
+            workers[rank].channel.send((function, arguments))
+        while len(values) < len(workers):
+            for worker in _wait_for([each for rank, each in enumerate(workers) if rank not in values]):
+                rank, outcome = workers.index(worker), worker.receive()
+                if isinstance(outcome, str):
+                    raise RuntimeError(f"process {rank} of {len(workers)} died ({outcome})")
+                if outcome.error is not None:
+                    kind, where = (InputError, "") if outcome.mistake else (RuntimeError, f"process {rank}: ")
+                    raise kind(where + outcome.error)
+                values[rank] = outcome.value
+        for worker in workers:
+            worker.channel.close()
+        for worker in workers:
+            worker.process.join(_PATIENCE)  # it ends by itself, for its channel is closed
+        return values[0]
+    finally:
+        _end(workers)
 
 
 def stop(processes: Sequence[Any]) -> None:
@@ -315,12 +294,6 @@ def stop(processes: Sequence[Any]) -> None:
         if process.is_alive():
             process.kill()
             process.join()
-
-
-def _describe_exit(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code}"
 
 
 def _end_with_parent() -> None:

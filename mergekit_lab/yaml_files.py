@@ -74,43 +74,37 @@ def _check_size(text: str, who: str) -> None:
     depth, nodes = _measure(text)
     if depth > _DEEPEST:
         raise InputError(f"{who} is nested too deep to be read")
-    if nodes > _MOST_NODES or ("&" in text and "*" in text and _count_nodes(text) > _MOST_NODES):
+    if nodes > _MOST_NODES:
         raise InputError(
             f"{who} has more than {_MOST_NODES} values once its aliases (*name) are written out: write fewer"
         )
 
 
-def _measure(text: str, loader: Any = _LOADER) -> tuple[int, int]:
-    """How many lists and mappings of a YAML text lie in each other, and how many values it has; up to where it
-    cannot be read, or is too much."""
-    depth = deepest = nodes = 0
+def _measure(text: str, loader: Any = _LOADER) -> tuple[int, float]:
+    """How many lists and mappings of a YAML text lie in each other, and how many values it has with its aliases
+    written out; up to where it cannot be read, or is too much."""
+    deepest, nodes = 0, 0.0
+    sizes: dict[str | None, float] = {}
+    around: list[tuple[str | None, float]] = []
+    """Of each list or mapping that the text is in: its anchor, and the values before it."""
     try:
         for event in yaml.parse(text, loader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            deepest = max(deepest, depth)
-            nodes += isinstance(event, yaml.NodeEvent)
+            if isinstance(event, yaml.AliasEvent):
+                nodes += sizes.get(event.anchor, 1)
+            elif isinstance(event, yaml.CollectionStartEvent):
+                around.append((event.anchor, nodes))
+                sizes[event.anchor] = math.inf  # met again below itself
+                nodes += 1
+            elif isinstance(event, yaml.ScalarEvent):
+                sizes[event.anchor] = 1
+                nodes += 1
+            elif isinstance(event, yaml.CollectionEndEvent):
+                anchor, before = around.pop()
+                sizes[anchor] = nodes - before
+            deepest = max(deepest, len(around))
             if deepest > _DEEPEST or nodes > _MOST_NODES:
                 break
     except yaml.YAMLError:
         if loader is not yaml.SafeLoader:  # libyaml gives up before it says how deep a text is nested
             return _measure(text, yaml.SafeLoader)
     return deepest, nodes
-
-
-def _count_nodes(text: str) -> float:
-    """Values of a YAML file with its aliases written out; what cannot be read is Hydra's to say."""
-    sizes: dict[int, float] = {}
-
-    def count(node: yaml.Node) -> float:
-        if id(node) not in sizes:
-            sizes[id(node)] = math.inf  # met again below itself
-            parts = node.value if isinstance(node, yaml.CollectionNode) else ()
-            inner = [part for pair in parts for part in (pair if isinstance(pair, tuple) else (pair,))]
-            sizes[id(node)] = 1 + sum(map(count, inner))
-        return sizes[id(node)]
-
-    try:
-        documents = list(yaml.compose_all(text, _LOADER))
-        return sum(count(node) for node in documents if node is not None)
-    except yaml.YAMLError:
-        return 0

@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "mergekit_lab"
 STUDIES = sorted(f.parent for f in PACKAGE.parent.glob("experiments/*/README.md"))
 LEFT_TO_RIGHT = [
-    {"console", "errors", "failure", "machine", "owners", "paths"},
+    {"console", "digests", "errors", "failure", "machine", "owners", "paths"},
     {"batches", "compiled", "cuda_graphs", "kept_results", "memory", "prefetch", "ranges", "scratch"}
     | {"triton_kernels", "workers", "yaml_files"},
     {"checkpoints"},
@@ -29,7 +29,7 @@ LEFT_TO_RIGHT = [
     {"from_python", "__main__"},
 ]
 BESIDE = {
-    "store": {"errors", "owners", "paths", "checkpoints"},
+    "store": {"digests", "errors", "owners", "paths", "checkpoints"},
     "reporting": {"errors", "paths"},
 }
 ONLY_IN = {

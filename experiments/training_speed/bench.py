@@ -31,8 +31,7 @@ from torch import Tensor, nn
 
 from mergekit_lab.backbones import ImageObjective, OpenClip
 from mergekit_lab.backbones.classification import Crops
-from mergekit_lab.backbones.encoding import Encoded
-from mergekit_lab.backbones.reading import Reading
+from mergekit_lab.backbones.encoding import Encoded, Reading
 from mergekit_lab.backbones.text import CausalObjective
 from mergekit_lab.batches import to_device
 from mergekit_lab.optim import SAM, SWA, MergOPT

@@ -1,6 +1,6 @@
 """What the study runs: worlds, arms, axes, and the cells they make, the most important first."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -93,8 +93,13 @@ PRETRAININGS = {
     "20000": "second/20000",
 }
 """Of another seed: bases that stopped early, while the learning rate was high, and such that end early."""
-SAME_COST_AT = {"pretraining": tuple(PRETRAININGS)[:4], "batch": ("256",)}
-"""Where SAM and ASAM gain at AdamW's steps, or may."""
+SAME_COST_AT = {
+    "pretraining": tuple(PRETRAININGS)[:4],
+    "batch": ("256", "16"),
+    "likeness": ("one alphabet",),
+    "distance": tuple(f"{lr:g} x {n}" for lr, n in DISTANCES),
+}
+"""Where SAM and ASAM are trained at equal cost, too; along tasks and ρ they are at all values."""
 HALF_STEPS = "256 x 150"
 """Batch and steps of AdamW alone: as few steps as SAM and ASAM have at equal cost."""
 MEASURED = {"axes": ("batch", "distance"), "arms": ("adamw", *RHOS)}
@@ -179,12 +184,19 @@ class StudyCell:
     @property
     def is_measured(self) -> bool:
         """Whether curvature, linearity and disentanglement are."""
-        return self.only_measures or self.axis in ("main", "rho", "pretraining")
+        if self.axis == "rho":
+            return self.arm in RHOS
+        return self.only_measures or self.axis in ("main", "pretraining")
 
     @property
     def has_subsets(self) -> bool:
-        """Whether subsets of its experts are merged, too."""
-        return self.is_main and self.world == "glyphs" and self.arm in CORE
+        """Whether subsets of its experts are merged."""
+        return self.only_subsets or (self.is_main and self.world == "glyphs" and self.arm in CORE)
+
+    @property
+    def only_subsets(self) -> bool:
+        """Whether its experts are those of a main cell, trained again; its name is that of its first line."""
+        return self.axis == "tasks"
 
 
 def list_cells(bases: Path | None, worlds: Sequence[str] = tuple(WORLDS)) -> list[StudyCell]:
@@ -217,7 +229,7 @@ def _list_axes(bases: Path | None, seeds: Sequence[int]) -> Iterator[StudyCell]:
             for (value, changes), (arm, lines) in product(values.items(), CORE.items()):
                 yield StudyCell("glyphs", axis, value, arm, seed, (*lines, *changes))
             if axis == "distance":
-                yield from _list_rhos("glyphs", TIMES_RHO, seed)
+                yield from _list_rhos("glyphs", TIMES_RHO, seed, RHOS)
 
 
 def _list_changes(bases: Path | None) -> dict[str, dict[str, tuple[str, ...]]]:
@@ -235,9 +247,10 @@ def _start_from(bases: Path, name: str) -> tuple[str, ...]:
     return (f"base={bases.resolve()}/{name}.safetensors",)
 
 
-def _list_rhos(world: str, multiples: Sequence[float], seed: int) -> Iterator[StudyCell]:
-    for (arm, rho), times in product(RHOS.items(), multiples):
-        yield StudyCell(world, "rho", f"{times:g}", arm, seed, (*CORE[arm], f"optimizer.rho={rho * times:g}"))
+def _list_rhos(world: str, multiples: Sequence[float], seed: int, arms: Iterable[str]) -> Iterator[StudyCell]:
+    for arm, times in product(arms, multiples):
+        rho = times * RHOS[arm.partition(",")[0]]
+        yield StudyCell(world, "rho", f"{times:g}", arm, seed, (*ARMS[arm], f"optimizer.rho={rho:g}"))
 
 
 def _list_further(bases: Path | None) -> Iterator[StudyCell]:
@@ -249,10 +262,14 @@ def _list_further(bases: Path | None) -> Iterator[StudyCell]:
         yield StudyCell("glyphs", "pretraining", value, arm, seed, (*CORE[arm], *changes))
     axes["pretraining"] = again
     for seed, (world, multiples) in product(SEEDS, MORE_RHO.items()):
-        yield from _list_rhos(world, multiples, seed)
+        yield from _list_rhos(world, multiples, seed, RHOS)
     for seed, (axis, values), arm in product(SEEDS, SAME_COST_AT.items(), SAME_COST):
         for value in (v for v in values if v in axes.get(axis, {})):
             yield StudyCell("glyphs", axis, value, arm, seed, (*OTHERS[arm], *axes[axis][value]))
+    for seed, arm in product(SEEDS, SAME_COST):
+        yield StudyCell("glyphs", "tasks", str(COUNTS[0]), arm, seed, OTHERS[arm])
+    for seed in SEEDS:
+        yield from _list_rhos("glyphs", sorted({*TIMES_RHO, *MORE_RHO["glyphs"]}), seed, SAME_COST)
     for seed in SEEDS:
         lines = (*CORE["adamw"], "training.batch_size=256", "training.steps=150")
         yield StudyCell("glyphs", "batch", HALF_STEPS, "adamw", seed, lines)

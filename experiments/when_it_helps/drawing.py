@@ -25,7 +25,7 @@ MAIN_VALUE = {"distance": "2e-4 × 300", "base": "20000", "tasks": "8", "likenes
 
 
 def draw_axes(results: Results, path: Path) -> None:
-    """Gains along each axis: a column an axis, a row a merger, a line an optimizer."""
+    """Gains of two seeds or more along each axis: a column an axis, a row a merger, a line an optimizer."""
     axes = {axis: settings for axis in ALONG if len(settings := [
         setting for setting in list_values_along(results, axis)
         if any(results.list_gains("glyphs", *setting, arm, "experts") for arm in list_arms_along(axis))
@@ -40,22 +40,14 @@ def draw_axes(results: Results, path: Path) -> None:
         panel.set_ylim(*SHOWN)
         for number, arm in enumerate(ARMS_SHOWN):
             gains = {x: g for x, (own, value) in enumerate(settings) if arm in list_arms_along(axis)
-                     and (g := results.list_gains("glyphs", own, value, arm, merger))}  # fmt: skip
+                     and len(g := results.list_gains("glyphs", own, value, arm, merger)) > 1}  # fmt: skip
             ends = {x + 0.1 * (number - 1): g for x, g in gains.items()}
             line = "none" if axis in ("likeness", "pretraining") else "-"
             means = [statistics.mean(g) for g in ends.values()]
             panel.plot(list(ends), means, linestyle=line, color=f"C{number}", linewidth=1)
             for (x, g), mean in zip(ends.items(), means, strict=True):
-                error = statistics.stdev(g) if len(g) > 1 else None
-                panel.errorbar(
-                    x,
-                    mean,
-                    error,
-                    marker="o",
-                    markersize=4,
-                    color=f"C{number}",
-                    capsize=2,
-                )
+                error = statistics.stdev(g)
+                panel.errorbar(x, mean, error, marker="o", markersize=4, color=f"C{number}", capsize=2)
         names = [show_value(value or MAIN_VALUE[axis]) for _, value in settings]
         panel.set_xticks(range(len(settings)), names, fontsize=8, rotation=40, ha="right")
         panel.tick_params(axis="y", labelsize=8)

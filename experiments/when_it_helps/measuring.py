@@ -97,18 +97,18 @@ def run_cell(cell: StudyCell, store: Path, more: Sequence[str] = (), small: bool
     if known["scale"] == "fit":
         known["scale"] = run.obtain(declare_fit(run)).info["scale"]
     clock.note_lap("evaluate experts")
-    line = {
-        **known, "tasks": names, **vectors.describe(names),
-        "mergers": {label: bench.merge(run, method, label, names) for label, method in mergers.items()},
-    }  # fmt: skip
-    clock.note_lap("merge")
-    lines_out = [line]
+    lines_out = []
+    if not cell.only_subsets:
+        merged = {label: bench.merge(run, method, label, names) for label, method in mergers.items()}
+        lines_out.append({**known, "tasks": names, **vectors.describe(names), "mergers": merged})
+        clock.note_lap("merge")
     if cell.has_subsets:
         for axis, value, chosen in draw_subsets(names, cell.seed):
             merged = {n: bench.merge(run, mergers[n], n, chosen) for n in ON_AXES}
             changed = {"axis": axis, "value": value, "tasks": chosen, "mergers": merged}
             lines_out.append({**known, **changed, **vectors.describe(chosen)})
         clock.note_lap("subsets")
+    line = lines_out[0]
     if cell.is_measured:
         line["measures"] = measure(run, size)
         clock.note_lap("measures")
@@ -151,9 +151,7 @@ def compose_run(lines: Sequence[str], folder: Path, small: bool = False) -> Run:
             task.update({"sizes": SMALL_SIZES} if "sizes" in task else {})
             if number >= SMALL_TASKS:
                 del cfg.suite.tasks[name]
-    cfg = settle(cfg)
-    check(cfg)
-    run = Run(cfg, folder, choices, _SHARED)
+    run = Run(check(settle(cfg)), folder, choices, _SHARED)
     run.tracker = Tracker()  # tells nobody
     return run
 

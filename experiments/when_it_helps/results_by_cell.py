@@ -106,8 +106,8 @@ def list_values_along(results: Results, axis: str) -> list[tuple[str, str]]:
 def list_arms_along(axis: str) -> list[str]:
     """Those that have cells along an axis."""
     if axis == "rho":
-        return list(RHOS)
-    return [*(arm for arm in CORE if arm != "adamw"), *(SAME_COST if axis in SAME_COST_AT else ())]
+        return [*RHOS, *SAME_COST]
+    return [*(arm for arm in CORE if arm != "adamw"), *(SAME_COST if axis in (*SAME_COST_AT, "tasks") else ())]
 
 
 def show_value(value: str) -> str:

@@ -7,14 +7,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from cells import (
-    RHOS,
-    SEEDS,
-)
+from cells import SEEDS
 from results_by_cell import (
     Cells,
     Key,
     Results,
+    list_arms_along,
     read_accuracy,
 )
 from scipy.stats import rankdata, t, ttest_1samp, zscore
@@ -59,7 +57,9 @@ def mark_along(results: Results, world: str, axis: str, columns: Sequence[str]) 
     values = dict.fromkeys(c[2] for c in whole if c[1] == axis)
     groups = [[c for c in whole if c[1:3] == (axis, value)] for value in values]
     if axis == "rho":
-        groups = [[c for c in whole if c[1] == axis or (c[1] == "main" and c[3] in ("adamw", *RHOS))]]
+        groups = [
+            [c for c in whole if c[1] == axis or (c[1] == "main" and c[3] in ("adamw", *list_arms_along(axis)))]
+        ]
     tested = {
         (cell, column): p
         for group, column in product(groups, columns) if len(group) > 1 and any(c[3] == "adamw" for c in group)

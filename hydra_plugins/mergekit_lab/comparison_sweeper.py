@@ -114,7 +114,7 @@ class ComparisonSweeper(BasicSweeper):
         if not any(map(_needs_others, configs)):
             return
         from mergekit_lab.errors import InputError
-        from mergekit_lab.runs.entry import refuse_missing
+        from mergekit_lab.runs.fetch import refuse_missing
 
         try:
             refuse_missing(*configs)

@@ -1,8 +1,7 @@
 """Pretrained models to fine-tune, how they learn a task, and which of their weights train."""
 
-from .classification import Classifier, ImageObjective
+from .classification import Classifier, ImageEncoder, ImageObjective
 from .clip_layouts import as_image_tower, from_transformers, to_transformers
-from .image_encoder import ImageEncoder
 from .language import LanguageModel
 from .linearized import Linearized, Tangent, linearize
 from .lora import LoRA

@@ -19,6 +19,7 @@ from typing import Any
 
 from mergekit_lab.backbones.clip_layouts import is_image_tower
 from mergekit_lab.checkpoints import explain_unreachable, hash_file, open_checkpoint
+from mergekit_lab.checkpoints.libraries import OPEN_CLIP
 from mergekit_lab.checkpoints.plain_files import read_object
 from mergekit_lab.errors import InputError, join_names, say_error, suggest
 
@@ -36,9 +37,6 @@ REPOSITORIES = {
 _ASSET = "asset:"
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
 _SHIPPED = {"glyph-clip": "glyph_clip"}
-_CONFIG = "open_clip_config.json"
-_SAVED = "open_clip_model"
-_OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 _TRANSFORMERS_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -140,8 +138,8 @@ class ClipWeights:
             return {name: tag[name] for name in ("quick_gelu", *PIXELS) if name in tag}
         path = self._path
         folder = path if path.is_dir() else path.parent
-        if (folder / _CONFIG).is_file():
-            content = read_object(folder / _CONFIG)
+        if (folder / OPEN_CLIP.config).is_file():
+            content = read_object(folder / OPEN_CLIP.config)
             pixels = content.get("preprocess_cfg") or {}
             quick = {"quick_gelu": bool((content.get("model_cfg") or {}).get("quick_gelu", False))}
             return quick | {name: tuple(pixels[name]) for name in PIXELS if name in pixels}
@@ -164,12 +162,12 @@ class ClipWeights:
         if not self.local or self.find_tag():
             return self.name
         folder = self._path if self._path.is_dir() else self._path.parent
-        return str(read_object(folder / _CONFIG).get("pretrained") or self.name)
+        return str(read_object(folder / OPEN_CLIP.config).get("pretrained") or self.name)
 
     def identify(self) -> dict[str, str]:
         """Name, SHA-256, and how a local file's model differs from what its architecture's name says."""
         file = self.find_file()
-        digest = hash_file(file, remember=True)
+        digest = hash_file(file)
         if self.shipped or self.find_tag():
             return {"weights": self.name, "sha256": digest}
         settings = self.describe()
@@ -195,8 +193,8 @@ class ClipWeights:
             "preprocess_cfg": pixels,
             "pretrained": self.find_published_name(),
         }
-        (folder / _CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-        return Path(shutil.copyfile(file, folder / f"{_SAVED}{file.suffix}"))
+        (folder / OPEN_CLIP.config).write_text(json.dumps(config, indent=1) + "\n")
+        return Path(shutil.copyfile(file, folder / f"{OPEN_CLIP.stem}{file.suffix}"))
 
     def download(self, tag: dict[str, Any]) -> Path:
         """A tag's file: from the cache, else downloaded."""
@@ -247,7 +245,7 @@ def _find_cached(tag: dict[str, Any]) -> Path | None:
     if repository:
         from huggingface_hub import try_to_load_from_cache
 
-        for name in [filename] if filename else _OPEN_CLIP_FILES:
+        for name in [filename] if filename else OPEN_CLIP.weights:
             cached = try_to_load_from_cache(repository, name)
             if isinstance(cached, str):
                 return Path(cached)
@@ -257,8 +255,8 @@ def _find_cached(tag: dict[str, Any]) -> Path | None:
 def _find_in_folder(folder: Path) -> Path:
     """The weights in a folder as open_clip or transformers leave it."""
     known = (
-        *_OPEN_CLIP_FILES,
-        *(f"{_SAVED}{suffix}" for suffix in (".bin", ".pt", ".pth")),
+        *OPEN_CLIP.weights,
+        *(f"{OPEN_CLIP.stem}{suffix}" for suffix in (".bin", ".pt", ".pth")),
         *_TRANSFORMERS_FILES,
     )
     files = [folder / name for name in known if (folder / name).is_file()]

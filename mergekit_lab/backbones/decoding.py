@@ -5,7 +5,6 @@ Legend: N prompts, L tokens of a prompt, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,22 +18,23 @@ def unwrap_model(model: nn.Module) -> Any:
 
 
 def decode(
-    model: nn.Module, tokens: Tensor, mask: Tensor, *, max_new_tokens: int, ends: Sequence[int], pad: int
+    model: nn.Module, tokens: Tensor, mask: Tensor, *, max_new_tokens: int, end: int | None, pad: int
 ) -> Tensor:
-    """Append the likeliest token until one of `ends`.
+    """Append the likeliest token until `end`, or an end of the model's own.
 
     Args:
         model: decoder-only or encoder-decoder.
         tokens, mask: prompts, int64 `[N, L]`, padded at their start for a decoder-only model.
         max_new_tokens: the most tokens of an answer, ≥ 1.
-        ends: tokens that end an answer, in addition to the model's own.
+        end: the tokenizer's; None if it has none.
         pad: the token after an end.
 
     Returns:
         int64 `[N, ≤ max_new_tokens]`. With an encoder, the decoder's first token comes before them.
     """
     settings: Any = unwrap_model(model).generation_config
-    stop = sorted({*_to_list(settings.eos_token_id), *ends})
+    own = settings.eos_token_id
+    stop = sorted({*(own if isinstance(own, list) else [own]), end} - {None})
     if hasattr(model, "generate"):
         return _decode_by_transformers(model, tokens, mask, max_new_tokens, stop, pad)
     if unwrap_model(model).config.is_encoder_decoder:
@@ -79,7 +79,3 @@ def _decode_by_transformers(
     finally:
         inner.generation_config = settings
     return answers if inner.config.is_encoder_decoder else answers[:, tokens.shape[1] :]
-
-
-def _to_list(ids: int | Sequence[int] | None) -> Sequence[int]:
-    return () if ids is None else (ids,) if isinstance(ids, int) else ids

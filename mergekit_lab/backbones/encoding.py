@@ -1,4 +1,4 @@
-"""Prompts and answers as tokens: formatted by a template, cut to fit, answers ended.
+"""Prompts and answers as tokens: formatted by a template, cut to fit, answers ended; and the settings of that.
 
 Legend: L tokens of a row.
 """
@@ -10,13 +10,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
-from mergekit_lab.backbones.reading import Reading
 from mergekit_lab.errors import InputError
+from mergekit_lab.ranges import check_settings
 from mergekit_lab.tasks import Part, TextTask
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,47 @@ _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _TODAY = date(2024, 7, 26)
 """What a template that tells the date tells, so that a prompt is the same whenever it is shown: what Llama 3's
 falls back on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How a model reads a text task and answers.
+
+    Args:
+        prompt: "chat" formats the prompt as a user's message by the tokenizer's chat template; "plain" leaves
+            it unchanged.
+        max_length: tokens of prompt and answer together, at least 8. Longer ones are cut and counted: answers
+            at their end to half of it, then prompts inside their template.
+        cut: which end of a long prompt is cut, "start" or "end".
+        loss_on: "answer", or "all" to include the prompt's tokens (decoder-only models).
+        group_by_length: make training batches of samples of similar length.
+        packing: put several samples into a training row of up to `max_length` tokens (decoder-only models). A
+            sample sees only itself, so the loss is the same with less padding. It gains little if lengths are
+            similar, also by `group_by_length`.
+        answering: "choices" takes the likeliest of a task's choices, "generate" decodes greedily. "auto" takes
+            "choices" if the task has some.
+        precision: arithmetic of evaluation, "bfloat16" by autocast or "float32". Weights stored in bfloat16
+            always compute in it. `training.precision` sets that of training.
+
+    Raises:
+        InputError: a value out of range.
+    """
+
+    prompt: Literal["chat", "plain"] = "chat"
+    max_length: Annotated[int, Ge(8)] = 1024
+    cut: Literal["start", "end"] = "start"
+    loss_on: Literal["answer", "all"] = "answer"
+    group_by_length: bool = True
+    packing: bool = False
+    answering: Literal["auto", "choices", "generate"] = "auto"
+    precision: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        check_settings(type(self), vars(self), "backbone.{}")
+
+    def chooses(self, task: TextTask) -> bool:
+        """Whether answers are chosen from the task's choices."""
+        return self.answering == "choices" or (self.answering == "auto" and task.choices is not None)
 
 
 @dataclass(frozen=True)
@@ -97,10 +139,10 @@ class Encoding:
         Raises:
             InputError: two choices have the same tokens, or one has none.
         """
-        assert task.choices is not None
         known: dict[tuple[int, ...], str] = {}
-        choices = self.encode_answers(task.choices)
-        for text, tokens in zip(task.choices, choices, strict=True):
+        texts = task.choices or ()
+        choices = self.encode_answers(texts)
+        for text, tokens in zip(texts, choices, strict=True):
             same = known.setdefault(tuple(tokens.tolist()), text)
             if same != text or len(tokens) == 0:
                 raise InputError(

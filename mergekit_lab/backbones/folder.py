@@ -9,18 +9,17 @@ Weights are dequantized as they are for training, so experts of the backbone mer
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
-from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from mergekit_lab.backbones.language import load_model, load_tokenizer
+from mergekit_lab.backbones.language import LanguageModel, write_companions
 from mergekit_lab.backbones.pretrained import find_model
+from mergekit_lab.checkpoints import make_folder, write_tensors
 from mergekit_lab.errors import InputError
 
 
-def write_folder(source: str, out: Path, dtype: str = "float32") -> None:
+def write_folder(source: str, out: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> None:
     """Write configuration, weights, generation settings and tokenizer, whole or not at all.
 
     Args:
@@ -35,25 +34,10 @@ def write_folder(source: str, out: Path, dtype: str = "float32") -> None:
         raise InputError(f"{out} already exists: name another folder, or remove it")
     if not find_model(source).gguf:
         raise InputError(f"{source} is already a folder that transformers reads: use it directly")
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        _unmark(load_model(source, "causal", dtype)).save_pretrained(partial)
-        load_tokenizer(source).save_pretrained(partial)
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _unmark(model: Any) -> Any:
-    """The same model without the mark of its file: transformers saves nothing that it read from GGUF."""
-    config = deepcopy(model.config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    plain = type(model)._from_config(config, dtype=model.dtype)
-    plain.load_state_dict(model.state_dict())
-    plain.generation_config = model.generation_config
-    return plain
+    with make_folder(out) as partial:
+        write_companions(source, "causal", dtype, partial)
+        model = LanguageModel(source=source, dtype=dtype).make_model()
+        write_tensors(partial / "model.safetensors", model.state_dict())
 
 
 def main(arguments: list[str] | None = None) -> None:

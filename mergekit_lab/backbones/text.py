@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mergekit_lab.backbones.decoding import decode, unwrap_model
-from mergekit_lab.backbones.encoding import Encoded, Encoding
+from mergekit_lab.backbones.encoding import Encoded, Encoding, Reading
 from mergekit_lab.backbones.linearized import Tangent
 from mergekit_lab.backbones.objective import Objective, find_device
-from mergekit_lab.backbones.reading import Reading
 from mergekit_lab.backbones.rows import mask_reach, mask_segments, pack_first_fit, pad_rows, round_up
 from mergekit_lab.batches import IGNORED, Batch
 from mergekit_lab.errors import InputError
@@ -36,9 +35,20 @@ _TOKENS, _LOGITS, _ROWS = 1 << 16, 1 << 29, 512
 
 
 class ScoredText(Objective):
-    """A text task with text answers, scored by its metric and by both accuracies."""
+    """A text task with text answers, scored by its metric and by both accuracies.
+
+    Args:
+        task: prompts and answers.
+        tokenizer: of transformers, with a padding token.
+    """
 
     task: TextTask
+
+    def __init__(self, task: TextTask, tokenizer: Any) -> None:
+        super().__init__(task)
+        self.tokenizer = tokenizer
+        self.choices = task.choices or ()
+        self._pad = int(tokenizer.pad_token_id)
 
     def score_samples(self, predictions: Sequence[Any], part: Part, index: Tensor) -> Sequence[float] | None:
         if self.task.metric not in MEANS:
@@ -60,33 +70,26 @@ class TextObjective(ScoredText):
     """A text task for a language model.
 
     Args:
-        task: prompts and answers.
-        tokenizer: of transformers, with a padding token.
+        task, tokenizer: see `ScoredText`.
         reading: how prompts are formatted and cut, and how the model answers.
         positions: the most tokens of a row that the model accepts; None sets no limit.
-
-    Attributes:
-        truncated: number of prompts and answers that were cut, by part.
 
     Raises:
         InputError: the tokenizer gives two choices the same tokens.
     """
 
     def __init__(self, task: TextTask, tokenizer: Any, reading: Reading, positions: int | None = None) -> None:
-        super().__init__(task)
-        self.tokenizer = tokenizer
+        super().__init__(task, tokenizer)
         self.reading = reading
         self.positions = positions
-        self.truncated: dict[Part, tuple[int, int]] = {}
         self._encoded: dict[Part, Encoded] = {}
         self._encoding = Encoding(tokenizer, reading, self.causal, positions)
-        self._choices = None if task.choices is None else self._encoding.encode_choices(task)
+        self._choices = self._encoding.encode_choices(task) if self.choices else []
 
     def encode(self, part: Part) -> Encoded:
         """The tokens of a part, made once per process."""
         if part not in self._encoded:
             self._encoded[part] = self._encoding.encode(self.task, part)
-            self.truncated[part] = self._encoded[part].truncated
         return self._encoded[part]
 
     def measure_lengths(self, part: Part) -> Tensor | None:
@@ -100,9 +103,8 @@ class TextObjective(ScoredText):
         with torch.autocast(device.type, torch.bfloat16, enabled=self.reading.precision == "bfloat16"):
             for few in self._split_by_memory(model, prompts):
                 if self.reading.chooses(self.task):
-                    assert self.task.choices is not None
                     best = self.score_choices(model, few).argmax(dim=1).tolist()
-                    answers += [self.task.choices[i] for i in best]
+                    answers += [self.choices[i] for i in best]
                 else:
                     answers += self._generate(model, few)
         return answers
@@ -114,7 +116,6 @@ class TextObjective(ScoredText):
         """
         longest = max(len(p) for p in prompts)
         if self.reading.chooses(self.task):
-            assert self._choices is not None
             block = sum(map(len, self._choices))
             computed = block + 1
         else:
@@ -131,17 +132,12 @@ class TextObjective(ScoredText):
     def _generate(self, model: nn.Module, prompts: list[Tensor]) -> list[str]:
         """Greedy answers."""
         tokens, mask = pad_rows(prompts, self._pad, find_device(model), left=self.causal)
-        end = self.tokenizer.eos_token_id
         new = decode(
             model, tokens, mask, max_new_tokens=self.task.max_new_tokens,
-            ends=() if end is None else (end,), pad=self._pad,
+            end=self.tokenizer.eos_token_id, pad=self._pad,
         )  # fmt: skip
         texts: list[str] = self.tokenizer.batch_decode(new, skip_special_tokens=True)
         return texts
-
-    @property
-    def _pad(self) -> int:
-        return int(self.tokenizer.pad_token_id)
 
 
 class CausalObjective(TextObjective):
@@ -153,11 +149,7 @@ class CausalObjective(TextObjective):
     """
 
     causal = True
-
-    def __init__(self, task: TextTask, tokenizer: Any, reading: Reading, positions: int | None = None) -> None:
-        super().__init__(task, tokenizer, reading, positions)
-        self.packed = (0, 0)
-        self.padded = (0, 0)
+    packed = padded = (0, 0)
 
     def _read_row(self, part: Part, position: int) -> tuple[Tensor, Tensor]:
         """A sample's tokens, and the labels at them."""
@@ -245,7 +237,6 @@ class CausalObjective(TextObjective):
         This takes one forward pass of L + B tokens per prompt. Models that do not obey our mask need C passes,
         with one choice each.
         """
-        assert self._choices is not None
         device = find_device(model)
         tokens, mask = pad_rows(prompts, self._pad, device, left=True)
         if tokens.shape[1] + sum(map(len, self._choices)) > mask_reach(unwrap_model(model)):
@@ -270,7 +261,6 @@ class CausalObjective(TextObjective):
 
     def _score_each_choice(self, model: nn.Module, tokens: Tensor, mask: Tensor) -> Tensor:
         """The same, a row for each prompt and choice; `tokens` and `mask` of prompts, padded at their start."""
-        assert self._choices is not None
         counts = "position_ids" in inspect.signature(unwrap_model(model).forward).parameters
         scores = []
         for choice in self._choices:
@@ -288,7 +278,6 @@ class CausalObjective(TextObjective):
 
     def _sum_choices(self, logits: Tensor) -> Tensor:
         """`[N, C]` from the logits `[N, 1 + B, V]` after the prompt and each choice's tokens but the last."""
-        assert self._choices is not None
         whole = logits.float().logsumexp(dim=2)
         scores, start = [], 1
         for choice in self._choices:
@@ -327,7 +316,6 @@ class Seq2SeqObjective(TextObjective):
         """
         from transformers.modeling_outputs import BaseModelOutput
 
-        assert self._choices is not None
         device = find_device(model)
         tokens, mask = pad_rows(prompts, self._pad, device)
         whole = isinstance(model, Tangent)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mergekit_lab.backbones.attention import leave_out_cudnn
-from mergekit_lab.backbones.heads import keep_head, make_prototypes
+from mergekit_lab.backbones.classification import Classifier
+from mergekit_lab.backbones.heads import find_head, make_prototypes
 from mergekit_lab.backbones.language import count_positions, load_model, load_tokenizer, write_companions
 from mergekit_lab.backbones.objective import Backbone, find_device
 from mergekit_lab.backbones.pretrained import find_model
@@ -34,7 +35,6 @@ from mergekit_lab.backbones.rows import pad_rows, round_up
 from mergekit_lab.backbones.text import ScoredText
 from mergekit_lab.batches import Batch
 from mergekit_lab.errors import InputError
-from mergekit_lab.machine import list_devices
 from mergekit_lab.ranges import Count, Rate, check_settings
 from mergekit_lab.tasks import Keeper, Part, Task, TextTask
 
@@ -81,10 +81,6 @@ class TextEncoder(Backbone):
     def __post_init__(self) -> None:
         check_settings(TextEncoder, vars(self), "backbone.{}")
 
-    def with_keeper(self, keep: Keeper) -> TextEncoder:
-        """A copy of the backbone whose heads `keep` holds."""
-        return replace(self, keep=keep)
-
     def make_model(self) -> nn.Module:
         """A fresh copy in float32, in evaluation mode. All parameters train except a pooler, which nothing
         reads.
@@ -122,7 +118,9 @@ class TextEncoder(Backbone):
         self.check(task)
         assert isinstance(task, TextTask)
         objective = EncoderObjective(task, load_tokenizer(self.source), self)
-        objective.head = self._find_head(objective)
+        objective.head = find_head(
+            self.keep, partial(self._identify_head, task), partial(self._make_head, objective)
+        )
         return objective
 
     def describe_learning(self, task: Task) -> dict[str, Any]:
@@ -139,32 +137,27 @@ class TextEncoder(Backbone):
         made_of = zero_shot if self.head == "zero_shot" else {"head_samples": self.head_samples}
         return {"head": self.head, "max_length": self.max_length, "temperature": self.temperature} | made_of
 
-    def _find_head(self, objective: EncoderObjective) -> Tensor:
-        if self.keep is None:
-            return self._make_head(objective)
-        task = objective.task
-        content = {"backbone": self.identify(), "task": task.name, "data": task.fingerprint()}
-        content |= self._describe_head(task)
-        return keep_head(self.keep, content, partial(self._make_head, objective))
+    def _identify_head(self, task: Task) -> dict[str, Any]:
+        data = {"task": task.name, "data": task.fingerprint()}
+        return {"backbone": self.identify()} | data | self._describe_head(task)
 
     @torch.no_grad()
-    def _make_head(self, objective: EncoderObjective) -> Tensor:
+    def _make_head(self, objective: EncoderObjective, device: torch.device) -> Tensor:
         """An embedding of each choice, of length 1, times the temperature: `[C, D]`.
 
         Zero-shot: the mean of its name's embeddings in the templates; a prototype: that of its training texts.
         """
-        task = objective.task
-        assert task.choices is not None
-        model = self.make_model().to(list_devices()[0])
+        task, choices = objective.task, objective.choices
+        model = self.make_model().to(device)
         if self.head == "zero_shot":
-            texts = [template.replace("{}", choice) for choice in task.choices for template in task.templates]
+            texts = [template.replace("{}", choice) for choice in choices for template in task.templates]
             named = objective.embed_rows(model, objective.read_texts(texts)[0]).float()
-            means = named.unflatten(0, (len(task.choices), len(task.templates))).mean(dim=1)
+            means = named.unflatten(0, (len(choices), len(task.templates))).mean(dim=1)
             return (functional.normalize(means, dim=-1) * self.temperature).cpu()
         index = torch.arange(task.count("train"))[: self.head_samples]
         features = torch.cat([objective.embed(model, "train", few) for few in index.split(512)])
         labels = objective.list_labels("train", index).to(features.device)
-        return make_prototypes(features.float(), labels, task.choices, self.temperature, task.name, "a text")
+        return make_prototypes(features.float(), labels, choices, self.temperature, task.name, "a text")
 
 
 class EncoderObjective(ScoredText):
@@ -177,16 +170,13 @@ class EncoderObjective(ScoredText):
 
     Attributes:
         head: float32 `[C, D]`.
-        truncated: number of texts that were cut, by part.
     """
 
     head: Tensor
 
     def __init__(self, task: TextTask, tokenizer: Any, encoder: TextEncoder) -> None:
-        super().__init__(task)
-        self.tokenizer = tokenizer
+        super().__init__(task, tokenizer)
         self.encoder = encoder
-        self.truncated: dict[Part, int] = {}
         self._tokens: dict[Part, list[Tensor]] = {}
         self.register_buffer("head", torch.empty(0), persistent=False)
 
@@ -200,7 +190,6 @@ class EncoderObjective(ScoredText):
                     f"task {self.task.name!r}: texts of {part} take up to {longest} tokens, and this encoder "
                     f"has {limit} positions: lower backbone.max_length"
                 )
-            self.truncated[part] = cut
             if cut:
                 log.info(
                     "%s, %s: %d of %d texts were cut to %d tokens",
@@ -211,26 +200,22 @@ class EncoderObjective(ScoredText):
 
     def read_texts(self, texts: Iterable[str]) -> tuple[list[Tensor], int]:
         """Tokens of each text, int64 `[L]`, and how many texts were cut."""
-        rows, cut, most = [], 0, self.encoder.max_length
-        for text in texts:
-            ids = self.tokenizer(text, verbose=False).input_ids
-            if len(ids) > most:
-                ids, cut = self.tokenizer(text, truncation=True, max_length=most).input_ids, cut + 1
-            rows.append(torch.tensor(ids, dtype=torch.int64))
-        return rows, cut
+        most, shown = self.encoder.max_length, list(texts)
+        whole = self.tokenizer(shown, verbose=False).input_ids
+        rows = self.tokenizer(shown, truncation=True, max_length=most).input_ids
+        return [torch.tensor(ids, dtype=torch.int64) for ids in rows], sum(len(ids) > most for ids in whole)
 
     def list_labels(self, part: Part, index: Tensor) -> Tensor:
         """Indices of the answers among the choices, int64 `[N]`."""
-        assert self.task.choices is not None
         answers = self.task.load_samples(part).answers
-        return torch.tensor([self.task.choices.index(answers[i]) for i in index.tolist()])
+        return torch.tensor([self.choices.index(answers[i]) for i in index.tolist()])
 
     def measure_lengths(self, part: Part) -> Tensor | None:
         return torch.tensor([len(t) for t in self.tokenize(part)]) if self.encoder.group_by_length else None
 
     def make_batch(self, part: Part, index: Tensor) -> Batch:
         rows = self.tokenize(part)
-        tokens, mask = pad_rows([rows[i] for i in index.tolist()], int(self.tokenizer.pad_token_id))
+        tokens, mask = pad_rows([rows[i] for i in index.tolist()], self._pad)
         return {"input_ids": tokens, "attention_mask": mask, "labels": self.list_labels(part, index)}
 
     @property
@@ -243,7 +228,7 @@ class EncoderObjective(ScoredText):
         room = round_up(length)
         extra = min(room, _count_positions(self.encoder.source) or room) - length
         return batch | {
-            "input_ids": functional.pad(batch["input_ids"], (0, extra), value=int(self.tokenizer.pad_token_id)),
+            "input_ids": functional.pad(batch["input_ids"], (0, extra), value=self._pad),
             "attention_mask": functional.pad(batch["attention_mask"], (0, extra)),
         }
 
@@ -251,7 +236,7 @@ class EncoderObjective(ScoredText):
         return len(batch["labels"])
 
     def compute_loss(self, model: nn.Module, batch: Any, *, label_smoothing: float = 0.0) -> Tensor:
-        logits = TextClassifier(model, self.head)(batch["input_ids"], batch["attention_mask"])
+        logits = embed_tokens(model, batch["input_ids"], batch["attention_mask"]) @ self.head.T
         return functional.cross_entropy(
             logits, batch["labels"], reduction="sum", label_smoothing=label_smoothing
         )
@@ -271,14 +256,13 @@ class EncoderObjective(ScoredText):
         embeddings = []
         with torch.autocast(device.type, torch.bfloat16, enabled=self.encoder.precision == "bfloat16"):
             for start in range(0, len(rows), size):
-                tokens, mask = pad_rows(rows[start : start + size], int(self.tokenizer.pad_token_id), device)
+                tokens, mask = pad_rows(rows[start : start + size], self._pad, device)
                 embeddings.append(embed_tokens(model, tokens, mask))
         return torch.cat(embeddings)
 
     def predict(self, model: nn.Module, part: Part, index: Tensor) -> list[str]:
-        assert self.task.choices is not None
         best = (self.embed(model, part, index).float() @ self.head.T).argmax(dim=1)
-        return [self.task.choices[i] for i in best.tolist()]
+        return [self.choices[i] for i in best.tolist()]
 
 
 def _count_positions(source: str) -> int | None:
@@ -289,17 +273,12 @@ def _count_positions(source: str) -> int | None:
     return limit if limit is None or padding is None else limit - padding - 1
 
 
-class TextClassifier(nn.Module):
-    """An encoder with a frozen head: returns logits `[N, C]`. The head is not in `state_dict`."""
+class TextClassifier(Classifier):
+    """An encoder of texts with a frozen head: returns logits `[N, C]`."""
 
-    head: Tensor
-
-    def __init__(self, encoder: nn.Module, head: Tensor) -> None:
-        super().__init__()
-        self.encoder = encoder
-        self.register_buffer("head", head, persistent=False)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None
+    ) -> Tensor:
         """Compute logits. `labels` are accepted, as by models of transformers, and ignored."""
         return embed_tokens(self.encoder, input_ids, attention_mask) @ self.head.T
 

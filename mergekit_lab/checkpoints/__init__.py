@@ -20,8 +20,8 @@ from mergekit_lab.checkpoints.model_files import plan_model_files, plan_tokenize
 from mergekit_lab.checkpoints.publish import make_folder
 from mergekit_lab.checkpoints.quantized import refuse_quantized
 from mergekit_lab.checkpoints.reader import list_deciding_files, open_checkpoint
-from mergekit_lab.checkpoints.shards import ShardedWriter
-from mergekit_lab.checkpoints.writer import hash_file, write_tensors
+from mergekit_lab.checkpoints.shards import ShardedWriter, write_tensors
+from mergekit_lab.digests import hash_file
 
 __all__ = [
     "TRANSFORMERS",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints.adapter_config import ADAPTER_CONFIG, match_patterns
-from mergekit_lab.checkpoints.adapter_content import AdapterContent, fits, name_pair
+from mergekit_lab.checkpoints.adapter_content import AdapterContent, name_pair
 from mergekit_lab.checkpoints.adapter_layout import Layout, find_transposed
 from mergekit_lab.checkpoints.adapter_placement import Placed
 from mergekit_lab.checkpoints.checkpoint import Checkpoint
@@ -55,7 +55,7 @@ class Change:
     bias: Factors | None = None
 
 
-def check_placed(content: AdapterContent, placed: Placed, config: Mapping[str, Any]) -> None:
+def check_placed(content: AdapterContent, placed: Placed) -> None:
     """Refuse factors without a weight in the base, and an adapter of which nothing is there."""
     lost = [f"{module}.weight" for module in content.modules if module not in placed.targets]
     whole = [inner for inner in content.plain if f"={inner}" not in placed.targets]
@@ -64,24 +64,22 @@ def check_placed(content: AdapterContent, placed: Placed, config: Mapping[str, A
     if lost:
         raise InputError(
             f"the adapter changes {len(lost)} tensors the base lacks ({join_names(lost)}): it belongs "
-            f"to {config.get('base_model_name_or_path') or 'another base'!r}"
+            f"to {content.config.get('base_model_name_or_path') or 'another base'!r}"
         )
 
 
-def plan_changes(
-    tensors: Checkpoint, placed: Placed, content: AdapterContent, config: Mapping[str, Any]
-) -> dict[str, Change]:
+def plan_changes(content: AdapterContent, placed: Placed) -> dict[str, Change]:
     """What an adapter does to the tensors of its base, by their names there."""
-    base, targets = placed.base, placed.targets
+    base, targets, tensors, config = placed.base, placed.targets, content.tensors, content.config
     changes: dict[str, Change] = {}
     layouts: dict[str, Layout] = {}
     for inner, name in content.plain.items():
         target = targets.get(f"={inner}", inner)
         if target in changes:
             raise InputError(f"the adapter saves {target} twice ({changes[target].replaced}, {name})")
-        if not _is_repeated(tensors, content.plain, targets, inner):
+        if not _is_repeated(content, targets, inner):
             changes[target] = Change(replaced=name)
-    targets = {**targets, **_match_parameters(tensors, placed, content)}
+    targets = {**targets, **_match_parameters(content, placed)}
     keys = {module: _name_pattern(content, module, targets[module]) for module in content.modules}
     ranks = match_patterns(config, "rank_pattern", "r", keys.values())
     alphas = match_patterns(config, "alpha_pattern", "lora_alpha", keys.values())
@@ -94,7 +92,7 @@ def plan_changes(
         shape = tensors.specs[change.replaced].shape if change.replaced else stored
         stack = shape[0] if len(shape) == 3 and target.split(".")[-1] in content.stacks else None
         key = keys[module]
-        change.factors = _read_factors(key, parts, tensors, config, ranks[key], alphas[key], stack)
+        change.factors = _read_factors(content, key, parts, ranks[key], alphas[key], stack)
         layout = Layout(_check_shape(target, change.factors, tensors, shape), shape[-2:])
         if (len(shape) == 2 or stack is not None) and "embedding_a" not in parts:
             layouts[target] = layout
@@ -120,7 +118,7 @@ def _name_pattern(content: AdapterContent, module: str, target: str) -> str:
     return f"{outer}.{last}" if last in content.stacks else outer
 
 
-def _match_parameters(tensors: Checkpoint, placed: Placed, content: AdapterContent) -> dict[str, str]:
+def _match_parameters(content: AdapterContent, placed: Placed) -> dict[str, str]:
     """Which parameter each of the nested wrappers of a module adapts, by shapes."""
     parameters: dict[str, str] = {}
     for outer, modules in content.nested.items():
@@ -129,7 +127,7 @@ def _match_parameters(tensors: Checkpoint, placed: Placed, content: AdapterConte
         parent = placed.targets[modules[0]].rpartition(".")[0]
         names = [name for name in (f"{parent}.{last}" for last in content.stacks) if name in placed.base]
         suiting = [
-            {n for n in names if fits(tensors, content.modules[module], placed.base.specs[n].shape)}
+            {n for n in names if content.fits(content.modules[module], placed.base.specs[n].shape)}
             for module in modules
         ]
         ways = [way for way in permutations(names, len(modules)) if all(map(contains, suiting, way))]
@@ -142,13 +140,7 @@ def _match_parameters(tensors: Checkpoint, placed: Placed, content: AdapterConte
     return parameters
 
 
-def untie_parts(
-    tensors: Checkpoint,
-    placed: Placed,
-    content: AdapterContent,
-    changes: dict[str, Change],
-    config: Mapping[str, Any],
-) -> dict[str, str]:
+def untie_parts(content: AdapterContent, placed: Placed, changes: dict[str, Change]) -> dict[str, str]:
     """Second names of tied weights that the adapter unties, each with the first.
 
     peft adapts a module, not a weight: a head that is tied to an adapted embedding keeps the base's values
@@ -158,19 +150,20 @@ def untie_parts(
     for second, first in placed.seconds.items():
         groups.setdefault(first, []).append(second)
     known = {target: key.removeprefix("=") for key, target in placed.targets.items() if key.startswith("=")}
+    ensured = content.config.get("ensure_weight_tying")
     untied: dict[str, str] = {}
     together: dict[str, Change] = {}
     for first, seconds in groups.items():
         names = [first, *seconds]
         if not any(name in changes for name in names):
             continue
-        if config.get("ensure_weight_tying") and first in changes and not any(n in changes for n in seconds):
+        if ensured and first in changes and not any(n in changes for n in seconds):
             alike = True
         else:
             copies = [content.copies[known[n]] for n in names if known.get(n) in content.copies]
             for name in names if copies else ():
                 changes.setdefault(name, Change(replaced=copies[0]))
-            alike = all(_are_alike(tensors, changes.get(first), changes.get(name)) for name in seconds)
+            alike = all(_are_alike(content.tensors, changes.get(first), changes.get(name)) for name in seconds)
         if alike:
             for name in seconds:
                 changes.pop(name, None)
@@ -189,21 +182,15 @@ def untie_parts(
     if untied:
         untied |= {n: k for n, k in placed.seconds.items() if n not in placed.base}
         changes |= {name: change for name, change in together.items() if name in untied}
-    elif not groups and _may_be_tied(placed.base):
+    elif not groups and is_tying_embeddings({**read_config(placed.base.folder), **placed.base.changed}):
         moved = [name for name in changes if is_vocabulary_name(name)]
-        if moved:
+        if moved and find_architecture(placed.base) is None:  # a class that is not known here
             raise InputError(
                 f"the adapter changes {join_names(moved)}, which the base's configuration ties to an "
                 "unknown tensor: untie the base (tie_word_embeddings: false, with both tensors in its "
                 "files), or save the merged model"
             )
     return untied
-
-
-def _may_be_tied(base: Checkpoint) -> bool:
-    """Whether the configuration ties embeddings of a class that is not known here."""
-    config = {**read_config(base.folder), **base.changed}
-    return bool(is_tying_embeddings(config)) and find_architecture(base) is None
 
 
 def _are_alike(tensors: Checkpoint, one: Change | None, other: Change | None) -> bool:
@@ -229,10 +216,11 @@ def _orient_factors(tensors: Checkpoint, factors: Factors) -> tuple[Tensor, Tens
     return tensors[parts["b"]], tensors[parts["a"]]
 
 
-def _is_repeated(tensors: Checkpoint, plain: Mapping[str, str], targets: Mapping[str, str], inner: str) -> bool:
+def _is_repeated(content: AdapterContent, targets: Mapping[str, str], inner: str) -> bool:
     """Whether a tensor that the base lacks is the second name of another one, as tied weights are saved."""
     if f"={inner}" in targets:
         return False
+    tensors, plain = content.tensors, content.plain
     spec = tensors.specs[plain[inner]]
     return any(
         other != inner and tensors.specs[name] == spec and torch.equal(tensors[name], tensors[plain[inner]])
@@ -241,16 +229,10 @@ def _is_repeated(tensors: Checkpoint, plain: Mapping[str, str], targets: Mapping
 
 
 def _read_factors(
-    module: str,
-    parts: dict[str, str],
-    tensors: Checkpoint,
-    config: Mapping[str, Any],
-    configured: Any,
-    alpha: Any,
-    stack: int | None,
+    content: AdapterContent, module: str, parts: dict[str, str], configured: Any, alpha: Any, stack: int | None
 ) -> Factors:
     """Of one module, whose configured rank and `α` these are; `stack`: of a parameter of so many matrices."""
-    pair = name_pair(parts)
+    pair, tensors, config = name_pair(parts), content.tensors, content.config
     if bool(config.get("use_dora")) != ("magnitude" in parts):
         problem = "lacks its" if config.get("use_dora") else "is without use_dora and has a"
         raise InputError(f"the DoRA adapter of {module!r} {problem} lora_magnitude_vector")

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class AdapterContent:
     """An adapter's tensors: names in its file, by what they are for.
 
     Attributes:
+        tensors, config: the adapter's file, and its configuration.
         modules: of factors, by the name of the adapted module and by part.
         plain: of tensors that are saved whole.
         copies: of what a saved module, or an adapted one, is beside the adapter: what weights that are tied to
@@ -43,6 +45,8 @@ class AdapterContent:
         stacks: names of parameters that are adapted without a module of their own (`target_parameters`).
     """
 
+    tensors: Checkpoint
+    config: Mapping[str, Any]
     modules: dict[str, dict[str, str]] = field(default_factory=dict)
     plain: dict[str, str] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)
@@ -51,9 +55,15 @@ class AdapterContent:
 
     @classmethod
     def read(cls, tensors: Checkpoint, config: Mapping[str, Any]) -> AdapterContent:
+        odd = [f"{n}: {s.dtype}" for n, s in tensors.specs.items() if not s.dtype.is_floating_point]
+        if odd:
+            raise InputError(
+                f"the adapter holds tensors that are not floating-point ({join_names(odd)}): if it is "
+                "quantized, merge it with peft and give the saved model"
+            )
         if not tensors:
             raise InputError("the adapter's file holds no tensors: was it saved where it was trained?")
-        content = cls(stacks=tuple(_read_parameters(config)))
+        content = cls(tensors, config, stacks=tuple(_read_parameters(config)))
         adapters = {match[2] for name in tensors if (match := _IN_MEMORY.search(name))}
         if len(adapters) > 1:
             raise InputError(
@@ -63,13 +73,13 @@ class AdapterContent:
         for name in tensors:
             if not name.startswith(_PREFIX):
                 raise InputError(f"the adapter's tensor {name!r} does not start with {_PREFIX!r}")
-            content._sort(tensors, name)
+            content._sort(name)
         for module, parts in content.modules.items():
             if not {*name_pair(parts)} <= parts.keys():
                 raise InputError(f"the adapter of {module!r} lacks one of its two factors")
         return content
 
-    def _sort(self, tensors: Checkpoint, name: str) -> None:
+    def _sort(self, name: str) -> None:
         inner = _IN_MEMORY.sub(r".\1", name.removeprefix(_PREFIX))
         ending = next((end for end in _PARTS if inner.endswith(f".{end}")), None)
         if ending and self.stacks:
@@ -89,24 +99,34 @@ class AdapterContent:
         if not ending and (adapted or unused):
             self.copies[inner] = name
         if not ending and not unused:
-            if inner in self.plain and not torch.equal(tensors[self.plain[inner]], tensors[name]):
+            if inner in self.plain and not torch.equal(self.tensors[self.plain[inner]], self.tensors[name]):
                 raise InputError(f"{self.plain[inner]} and {name} are one tensor with two values")
             self.plain[inner] = name
 
-    def list_wanted(self, tensors: Checkpoint) -> dict[str, Wanted]:
+    def list_wanted(self) -> dict[str, Wanted]:
         """What is looked for in the base: modules by their name, whole tensors by theirs."""
         wanted = {}
         for module, parts in self.modules.items():
             outer = re.sub(r"(\.base_layer)+$", "", module)
             stacks = [f"{outer}.{name}" for name in self.stacks]
             names = (f"{outer}.weight", f"{outer}.in_proj_weight", *stacks)
-            wanted[module] = Wanted(names, lambda shape, p=parts: fits(tensors, p, shape))  # type: ignore[misc]
+            wanted[module] = Wanted(names, partial(self.fits, parts))
         for inner, name in {**self.copies, **self.plain}.items():
             wanted[f"={inner}"] = Wanted(
                 (inner,),
-                lambda shape, n=name: shape[1:] == tensors.specs[n].shape[1:],  # type: ignore[misc]
+                lambda shape, n=name: shape[1:] == self.tensors.specs[n].shape[1:],  # type: ignore[misc]
             )
         return wanted
+
+    def fits(self, parts: Mapping[str, str], shape: tuple[int, ...]) -> bool:
+        """Whether factors make a change of a tensor of this shape."""
+        a, b = (self.tensors.specs[parts[part]].shape for part in name_pair(parts))
+        inner = math.prod(a[1:])
+        if len(shape) == 3 and len(a) == len(b) == 2 and a[0] % shape[0] == 0 and a[0] == b[1]:
+            return sorted((b[0], inner)) == sorted(shape[1:])
+        if len(shape) == 2:
+            return sorted((b[0], inner)) == sorted(shape)
+        return b[0] * inner == math.prod(shape)
 
 
 def _read_parameters(config: Mapping[str, Any]) -> list[str]:
@@ -120,24 +140,3 @@ def _read_parameters(config: Mapping[str, Any]) -> list[str]:
 def name_pair(parts: Mapping[str, str]) -> tuple[str, str]:
     """Which parts are the two factors, an embedding's or a layer's."""
     return ("embedding_a", "embedding_b") if "embedding_a" in parts else ("a", "b")
-
-
-def fits(tensors: Checkpoint, parts: Mapping[str, str], shape: tuple[int, ...]) -> bool:
-    """Whether factors make a change of a tensor of this shape."""
-    a, b = (tensors.specs[parts[part]].shape for part in name_pair(parts))
-    inner = math.prod(a[1:])
-    if len(shape) == 3 and len(a) == len(b) == 2 and a[0] % shape[0] == 0 and a[0] == b[1]:
-        return sorted((b[0], inner)) == sorted(shape[1:])
-    if len(shape) == 2:
-        return sorted((b[0], inner)) == sorted(shape)
-    return b[0] * inner == math.prod(shape)
-
-
-def check_kinds(tensors: Checkpoint) -> None:
-    """Refuse an adapter that holds other than floating-point numbers."""
-    odd = [f"{name}: {spec.dtype}" for name, spec in tensors.specs.items() if not spec.dtype.is_floating_point]
-    if odd:
-        raise InputError(
-            f"the adapter holds tensors that are not floating-point ({join_names(odd)}): if it is "
-            "quantized, merge it with peft and give the saved model"
-        )

@@ -9,17 +9,14 @@ not round a small change away.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints.adapter_changes import Change, Factors, check_placed, plan_changes, untie_parts
 from mergekit_lab.checkpoints.adapter_config import ADAPTER_CONFIG, read_adapter_config
-from mergekit_lab.checkpoints.adapter_content import AdapterContent, check_kinds, name_pair
+from mergekit_lab.checkpoints.adapter_content import AdapterContent, name_pair
 from mergekit_lab.checkpoints.adapter_placement import locate, read_target_class
 from mergekit_lab.checkpoints.adapter_writing import LowRankChange
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, Computed, TensorSpec, View
@@ -31,33 +28,24 @@ ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 """What PEFT names the weights of an adapter."""
 
 
-@dataclass(frozen=True)
-class AdapterInfo:
-    """An adapter in reports: targets with their ranks, and tensors that are replaced whole."""
-
-    targets: Mapping[str, int]
-    replaced: tuple[str, ...]
-    dora: bool
-    rslora: bool
-    base_name: str
-
-
 class Folded(Computed):
     """A base with a LoRA adapter folded in, tensor by tensor as they are asked for.
 
     Attributes:
         source: the adapter's folder.
+        targets: the weights that get a change, with its rank.
+        replaced: tensors that are replaced whole.
     """
 
     def __init__(
         self,
         label: str,
         base: Checkpoint,
-        tensors: Checkpoint,
+        content: AdapterContent,
         changes: Mapping[str, Change],
-        config: Mapping[str, Any],
         untied: Mapping[str, str],
     ) -> None:
+        tensors, config = content.tensors, content.config
         specs = dict(base.specs)
         for name in (*changes, *untied):
             change = changes.get(name, Change())
@@ -75,14 +63,10 @@ class Folded(Computed):
         self.changed = {**base.changed, "tie_word_embeddings": False} if untied else base.changed
         self._tensors = tensors
         self._changes = changes
-        self._dora = bool(config.get("use_dora"))
-        self.info = AdapterInfo(
-            targets={n: c.factors.rank for n, c in changes.items() if c.factors},
-            replaced=tuple(n for n, c in changes.items() if c.replaced),
-            dora=self._dora,
-            rslora=bool(config.get("use_rslora")),
-            base_name=str(config.get("base_model_name_or_path") or ""),
-        )
+        self.targets = {name: change.factors.rank for name, change in changes.items() if change.factors}
+        self.replaced = tuple(name for name, change in changes.items() if change.replaced)
+        self.dora, self.rslora = bool(config.get("use_dora")), bool(config.get("use_rslora"))
+        self.base_name = str(config.get("base_model_name_or_path") or "")
 
     def compute(self, name: str) -> Tensor:
         change = self._changes.get(name)
@@ -100,7 +84,7 @@ class Folded(Computed):
     @property
     def is_plain(self) -> bool:
         """Whether all that the adapter does is to add `B·A` to weights of linear layers."""
-        return not self._dora and all(
+        return not self.dora and all(
             change.factors is not None
             and not change.replaced
             and not change.bias
@@ -135,7 +119,7 @@ class Folded(Computed):
         transposed = "embedding_a" in factors.parts or factors.transposed
         delta = (delta.T if transposed else delta).reshape(weight.shape)
         adapted = weight + delta * factors.scaling
-        if not self._dora or "magnitude" not in factors.parts:
+        if not self.dora or "magnitude" not in factors.parts:
             return adapted
         outputs = adapted.dim() - 1 if transposed else 0
         others = tuple(d for d in range(adapted.dim()) if d != outputs)
@@ -159,13 +143,14 @@ def find_adapter_folder(path: Path, label: str) -> Path:
     """
     if path.name in ADAPTER_FILES and (path.parent / ADAPTER_CONFIG).is_file():
         return path.parent
-    if not path.is_dir() or (path / ADAPTER_CONFIG).is_file() or any(path.glob("*.safetensors")):
+    held = (ADAPTER_CONFIG, "*.safetensors", "*.bin")
+    if not path.is_dir() or any(any(path.glob(pattern)) for pattern in held):
         return path
     named = sorted(file.parent for file in path.glob(f"*/{ADAPTER_CONFIG}"))
-    if len(named) > 1 and not any(path.glob("*.bin")):
+    if len(named) > 1:
         names = join_names(folder.name for folder in named)
         raise InputError(f"{label}: {path} holds several adapters ({names}): name one, as {named[0]}")
-    return named[0] if named and not any(path.glob("*.bin")) else path
+    return named[0] if named else path
 
 
 def open_adapter(folder: Path, base: Checkpoint | None, label: str) -> Checkpoint:
@@ -186,21 +171,15 @@ def open_adapter(folder: Path, base: Checkpoint | None, label: str) -> Checkpoin
     file, pickled = (folder / name for name in ADAPTER_FILES)
     if not file.is_file() and not pickled.is_file():
         raise InputError(f"{label}: the adapter folder {folder} lacks adapter_model.safetensors")
-    tensors = Safetensors(label, file, folder) if file.is_file() else Pickled(label, pickled, folder)
+    tensors = Safetensors(label, [file], folder) if file.is_file() else Pickled(label, [pickled], folder)
     with name_in_errors(label):
-        return _fold(label, tensors, base, config)
-
-
-def _fold(label: str, tensors: Checkpoint, base: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
-    check_kinds(tensors)
-    content = AdapterContent.read(tensors, config)
-    placed = locate(base, content.list_wanted(tensors), read_target_class(config))
-    check_placed(content, placed, config)
-    changes = plan_changes(tensors, placed, content, config)
-    untied = untie_parts(tensors, placed, content, changes, config)
-    folded = Folded(label, placed.base, tensors, changes, config, untied)
+        content = AdapterContent.read(tensors, config)
+        placed = locate(base, content.list_wanted(), read_target_class(config))
+        check_placed(content, placed)
+        changes = plan_changes(content, placed)
+        folded = Folded(label, placed.base, content, changes, untie_parts(content, placed, changes))
     if placed.back is None:
         return folded
     stored = placed.back(folded)
-    others = {name: spec for name, spec in base.specs.items() if name not in stored}
-    return View(stored, {**stored.specs, **others}, {name: partial(base.__getitem__, name) for name in others})
+    others = base.list_entries({name: name for name in base if name not in stored})
+    return View(stored, {**stored.list_entries(), **others})

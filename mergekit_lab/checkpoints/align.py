@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 
 import torch
 
@@ -87,9 +86,8 @@ def untie(base: Checkpoint, experts: Iterable[Checkpoint], say: Say = lambda tex
         f"{join_names(pairs)}: not tied in the result (tie_word_embeddings: false), because an adapter changes "
         "only one of the tied weights"
     )
-    specs = {**base.specs, **{name: base.specs[kept] for name, kept in pairs.items()}}
     tied = {name: kept for name, kept in base.find_ties().items() if name not in pairs}
-    view = View(base, specs, {name: partial(base.__getitem__, kept) for name, kept in pairs.items()}, tied)
+    view = View(base, {**base.list_entries(), **base.list_entries(pairs)}, tied)
     view.changed, view.untied = {**base.changed, "tie_word_embeddings": False}, pairs
     return view
 
@@ -133,11 +131,9 @@ def _rename(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
 
 def _view_under(checkpoint: Checkpoint, names: Mapping[str, str]) -> View:
     """Its tensors that `names` lists, each under its new name."""
-    specs = {new: checkpoint.specs[name] for name, new in names.items()}
-    read = {new: partial(checkpoint.__getitem__, name) for name, new in names.items()}
     ties = checkpoint.find_ties().items()
     tied = {names[name]: names[kept] for name, kept in ties if name in names and kept in names}
-    return View(checkpoint, specs, read, tied)
+    return View(checkpoint, checkpoint.list_entries({new: name for name, new in names.items()}), tied)
 
 
 def _respell(name: str) -> str:
@@ -172,7 +168,8 @@ def _choose_prefixes(
     usual = set(usuals.values())
     if usual <= wanted.keys():
         return "", ""
-    dropped = [(head, "") for head in _list_heads(usual, len(usual) // 2 + 1)]
+    heads = Counter(head for name in usual for head, _ in cut_at_dots(name))
+    dropped = [(head, "") for head in sorted(heads, key=len) if 2 * heads[head] > len(usual)]
     count = Counter(head for name in wanted for head, rest in cut_at_dots(name) if rest in usual)
     added = [("", head) for head, met_names in sorted(count.items()) if met_names == max(count.values())]
     options = {option: count_met(option) for option in (("", ""), *dropped, *added)}
@@ -185,18 +182,12 @@ def _choose_prefixes(
     class_name = read_class_name(expert.folder)
     prefix = choose_prefix([add for _, add in alike], class_name, find_architecture(base), base)
     if prefix is None:
-        heads = [add or drop for drop, add in alike]
+        names = join_names(add or drop for drop, add in alike)
         raise InputError(
-            f"expert {expert.label!r} fits the base under several prefixes ({join_names(heads)}), and nothing "
+            f"expert {expert.label!r} fits the base under several prefixes ({names}), and nothing "
             "tells which part it is: put the right one before its names, or its config.json next to it"
         )
     return "", prefix
-
-
-def _list_heads(names: Iterable[str], least: float) -> list[str]:
-    """Prefixes up to a dot that at least so many names have, the shortest first."""
-    count = Counter(head for name in names for head, _ in cut_at_dots(name))
-    return sorted((head for head, n in count.items() if n >= least), key=len)
 
 
 def cut_at_dots(name: str) -> list[tuple[str, str]]:
@@ -239,9 +230,8 @@ def _add_base_buffers(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpo
         say(f"{expert.label}: buffers that a model computes are left out, as in the base: {join_names(extra)}")
     if lacking:
         say(f"{expert.label}: buffers that a model computes are taken from the base: {join_names(lacking)}")
-    specs = {name: spec for name, spec in expert.specs.items() if name not in extra}
-    specs |= {name: base.specs[name] for name in buffers}
-    return View(expert, specs, {name: partial(base.__getitem__, name) for name in buffers})
+    own = expert.list_entries({name: name for name in expert if name not in extra})
+    return View(expert, own | base.list_entries({name: name for name in buffers}))
 
 
 def _drop_second_names(
@@ -306,13 +296,6 @@ def _add_second_names(base: Checkpoint, expert: Checkpoint, read: bool, say: Say
         return expert
     for name, kept in second.items():
         say(f"{expert.label}: {name} is taken from {kept}, which the expert ties it to")
-    specs = {
-        name: expert.specs[second.get(name, name)] for name in base.specs if name in second or name in expert
-    }
-    specs |= {name: spec for name, spec in expert.specs.items() if name not in specs}
-    return View(
-        expert,
-        specs,
-        {n: partial(expert.__getitem__, k) for n, k in second.items()},
-        expert.find_ties() | second,
-    )
+    own = {name: second.get(name, name) for name in base if name in second or name in expert}
+    own |= {name: name for name in expert if name not in own}
+    return View(expert, expert.list_entries(own), expert.find_ties() | second)

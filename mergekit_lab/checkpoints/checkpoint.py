@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -27,6 +28,13 @@ class TensorSpec(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+
+class Entry(NamedTuple):
+    """A tensor that is not read yet."""
+
+    spec: TensorSpec
+    read: Callable[[], Tensor]
 
 
 class Checkpoint(Mapping[str, Tensor]):
@@ -76,6 +84,11 @@ class Checkpoint(Mapping[str, Tensor]):
         """Names that are another name for the same weight, each with the name that is kept."""
         return {}
 
+    def list_entries(self, names: Mapping[str, str] | None = None) -> dict[str, Entry]:
+        """All tensors to make another checkpoint of; or those of some names, by the names that they get."""
+        own = names if names is not None else {name: name for name in self}
+        return {new: Entry(self.specs[n], partial(self.__getitem__, n)) for new, n in own.items()}
+
 
 class InMemory(Checkpoint):
     """A state dict. Names whose tensors share memory are tied.
@@ -120,10 +133,8 @@ class InMemory(Checkpoint):
             if tensor.numel() == 0 or tensor.device.type == "meta":
                 continue
             memory = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-            if memory in first:
-                again[name] = first[memory]
-            else:
-                first[memory] = name
+            if (kept := first.setdefault(memory, name)) != name:
+                again[name] = kept
         return again
 
 
@@ -133,15 +144,9 @@ class Computed(Checkpoint):
     The last one stays with the thread that asked: who reads a tensor in blocks asks for it once a block.
     """
 
-    def __init__(
-        self,
-        label: str,
-        specs: dict[str, TensorSpec],
-        files: Iterable[Path] = (),
-        folder: Path | None = None,
-    ) -> None:
-        super().__init__(label, specs, files, folder)
-        self._last = threading.local()
+    @cached_property
+    def _last(self) -> threading.local:
+        return threading.local()
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.specs:
@@ -158,32 +163,32 @@ class Computed(Checkpoint):
         raise NotImplementedError
 
 
-class View(Computed):
-    """Another checkpoint with some tensors renamed, replaced or left out.
+class Composed(Computed):
+    """Tensors of one checkpoint or several, with the folder and configuration of the first.
 
     Args:
-        origin: what is looked at.
-        specs: every tensor of the view, in order.
-        read: how a tensor is read, by name; all others are the origin's own of that name.
-        tied: see `Checkpoint.find_ties`; None takes the origin's, as far as its names are in the view.
+        origin: the first.
+        entries: every tensor, in order.
+        tied: see `Checkpoint.find_ties`; None takes the origin's, as far as its names are here.
     """
 
     def __init__(
-        self,
-        origin: Checkpoint,
-        specs: dict[str, TensorSpec],
-        read: Mapping[str, Callable[[], Tensor]],
-        tied: Mapping[str, str] | None = None,
+        self, origin: Checkpoint, entries: Mapping[str, Entry], tied: Mapping[str, str] | None = None
     ) -> None:
+        specs = {name: entry.spec for name, entry in entries.items()}
         super().__init__(origin.label, specs, origin.files, origin.folder)
         self.origin = origin
         self.changed, self.untied = origin.changed, origin.untied
-        self._read = read
+        self._entries = entries
         self._tied = tied
 
     def compute(self, name: str) -> Tensor:
-        return self._read[name]() if name in self._read else self.origin[name]
+        return self._entries[name].read()
 
     def find_ties(self) -> dict[str, str]:
         pairs = self.origin.find_ties() if self._tied is None else self._tied
         return {name: kept for name, kept in pairs.items() if name in self.specs and kept in self.specs}
+
+
+class View(Composed):
+    """The same model with some tensors renamed, replaced or left out."""

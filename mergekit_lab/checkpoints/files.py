@@ -13,7 +13,8 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -23,8 +24,8 @@ from torch import Tensor
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, InMemory, TensorSpec
 from mergekit_lab.checkpoints.plain_files import check_file, read_json
-from mergekit_lab.checkpoints.tied_weights import find_equal_ties
-from mergekit_lab.errors import InputError, join_names, say_error
+from mergekit_lab.checkpoints.tied_weights import find_configured_ties
+from mergekit_lab.errors import InputError, join_names, name_in_errors, say_error
 
 log = logging.getLogger(__name__)
 
@@ -92,11 +93,10 @@ class Safetensors(Checkpoint):
         InputError: a file that is missing, damaged or holds an unknown dtype; an index that does not fit.
     """
 
-    def __init__(self, label: str, file_of: dict[str, Path] | Path, folder: Path | None = None) -> None:
-        files = [file_of] if isinstance(file_of, Path) else _list_shards(label, file_of)
-        self._handles = {file: _open_safetensors(label, file) for file in files}
+    def __init__(self, label: str, files: Sequence[Path], folder: Path | None = None) -> None:
+        with name_in_errors(label):
+            self._handles = {file: _open_safetensors(file) for file in files}
         self._file_of: dict[str, Path] = {}
-        self._tied: dict[str, str] | None = None
         specs: dict[str, TensorSpec] = {}
         for file, handle in self._handles.items():
             if _QUANTIZATION in (handle.metadata() or {}):
@@ -109,75 +109,58 @@ class Safetensors(Checkpoint):
                 dtype = parse_dtype(label, name, view.get_dtype())
                 specs[name] = TensorSpec(tuple(view.get_shape()), dtype)
                 self._file_of[name] = file
-        _check_index(label, file_of, specs)
         super().__init__(label, specs, files, folder)
 
     def __getitem__(self, name: str) -> Tensor:
         return self._handles[self._file_of[name]].get_tensor(name)
 
     def find_ties(self) -> dict[str, str]:
-        """Files cannot say it: the vocabulary's tensors are compared, if `config.json` ties them."""
-        if self._tied is None:
-            self._tied = find_equal_ties(self)
         return self._tied
 
-
-def _list_shards(label: str, file_of: dict[str, Path]) -> list[Path]:
-    files = sorted(set(file_of.values()))
-    absent = [ascii(file.name) for file in files if not os.path.lexists(file)]
-    if absent:
-        raise InputError(
-            f"{label}: its index names {len(absent)} of {len(files)} files that are not in {files[0].parent} "
-            f"({join_names(absent)}), so it is incomplete: was the download interrupted?"
-        )
-    return files
+    @cached_property
+    def _tied(self) -> dict[str, str]:
+        """Files cannot say it: the vocabulary's tensors are compared, if `config.json` ties them."""
+        return find_configured_ties(self)
 
 
-def _check_index(label: str, file_of: dict[str, Path] | Path, held: Mapping[str, Any]) -> None:
-    missing = set() if isinstance(file_of, Path) else file_of.keys() - held.keys()
-    if missing:
-        raise InputError(f"{label}: its index names tensors its files lack ({join_names(missing)})")
-
-
-def _open_safetensors(label: str, file: Path) -> Any:
-    check_file(file, label)
+def _open_safetensors(file: Path) -> Any:
+    check_file(file)
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise InputError(
-            f"{label}: {file} is not a readable safetensors file ({error}): was the copy cut short?"
+            f"{file} is not a readable safetensors file ({error}): was the copy cut short?"
         ) from None
 
 
 class Pickled(InMemory):
-    """Torch files, mapped into memory if possible; several of them under an index."""
+    """Torch files, mapped into memory if possible."""
 
-    def __init__(self, label: str, file_of: dict[str, Path] | Path, folder: Path | None = None) -> None:
-        files = [file_of] if isinstance(file_of, Path) else _list_shards(label, file_of)
-        tensors = {name: value for file in files for name, value in load_pickled(label, file).items()}
-        _check_index(label, file_of, tensors)
+    def __init__(self, label: str, files: Sequence[Path], folder: Path | None = None) -> None:
+        with name_in_errors(label):
+            tensors = {name: value for file in files for name, value in load_pickled(file).items()}
         super().__init__(label, tensors, files, folder)
 
     def find_ties(self) -> dict[str, str]:
-        return {**super().find_ties(), **find_equal_ties(self)}
+        return {**super().find_ties(), **find_configured_ties(self)}
 
 
-def load_pickled(label: str, file: Path) -> dict[str, Any]:
+def load_pickled(file: Path) -> dict[str, Any]:
     """The state dict in a torch file, or in the container that a trainer put it into.
 
     Raises:
         InputError: the file is missing or cut, holds more than plain tensors, or several models.
     """
-    check_file(file, label)
+    check_file(file)
     try:
-        return _find_state_dict(label, file, _load(file))
+        return _find_state_dict(file, _load(file))
     except pickle.UnpicklingError as error:
         with contextlib.suppress(pickle.UnpicklingError):
-            return _find_state_dict(label, file, _load_around_foreign_classes(label, file))
+            return _find_state_dict(file, _load_around_foreign_classes(file))
         other = re.search(r"GLOBAL (\S+)", str(error))
         reason = f"it holds a {other[1]}" if other else say_error(error)
         raise InputError(
-            f"{label}: {file} holds more than plain tensors and is not opened, because unpickling it could "
+            f"{file} holds more than plain tensors and is not opened, because unpickling it could "
             f"run code ({reason}). Load it where it was made and save `model.state_dict()` instead"
         ) from None
     except InputError:
@@ -185,11 +168,11 @@ def load_pickled(label: str, file: Path) -> dict[str, Any]:
     except Exception as error:  # a damaged or hostile pickle can make the unpickler raise anything
         if "TorchScript" in str(error):
             raise InputError(
-                f"{label}: {file} is a TorchScript archive, a program: load it with `torch.jit.load` where it "
+                f"{file} is a TorchScript archive, a program: load it with `torch.jit.load` where it "
                 "was made and save its `state_dict()` instead"
             ) from None
         reason = say_error(error)
-        raise InputError(f"{label}: {file} cannot be read ({reason}): was the copy cut short?") from None
+        raise InputError(f"{file} cannot be read ({reason}): was the copy cut short?") from None
 
 
 def _load(file: Path) -> Any:
@@ -264,32 +247,29 @@ class _StorageSizes(pickle.Unpickler):
 _PLAIN = (type(None), bool, int, float, str, bytes)
 
 
-def _load_around_foreign_classes(label: str, file: Path) -> Any:
+def _load_around_foreign_classes(file: Path) -> Any:
     """What a torch file holds, with nothing in the stead of objects that are no tensors: settings, paths, …
 
     Their classes are not imported and nothing of them is called.
     """
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    except Exception as error:  # of a file in torch's older formats, or a damaged one
-        raise pickle.UnpicklingError(str(error)) from None
-    if any(name.startswith(("builtins.", "__builtin__.")) for name in names):
-        raise pickle.UnpicklingError("it calls functions of Python itself")
-    try:
+        if any(name.startswith(("builtins.", "__builtin__.")) for name in names):
+            raise pickle.UnpicklingError("it calls functions of Python itself")
         with torch.serialization.safe_globals([(_Inert, name) for name in names]):
             content = _load(file)
-    except Exception as error:
+    except Exception as error:  # of a file in torch's older formats, or a damaged one
         raise pickle.UnpicklingError(str(error)) from None
     if isinstance(content, _Inert):
         raise pickle.UnpicklingError("it holds nothing else")
-    log.info("%s: %s holds objects that are not read (%s)", label, file.name, join_names(names))
+    log.info("%s holds objects that are not read (%s)", file, join_names(names))
     return content
 
 
-def _find_state_dict(label: str, file: Path, content: Any) -> dict[str, Any]:
+def _find_state_dict(file: Path, content: Any) -> dict[str, Any]:
     """The tensors of a state dict, which may lie in a trainer's container; plain values stay out."""
     if not isinstance(content, Mapping):
-        raise InputError(f"{label}: {file} holds a {type(content).__name__}, not a state dict")
+        raise InputError(f"{file} holds a {type(content).__name__}, not a state dict")
     inner = {key: value for key, value in content.items() if isinstance(value, Mapping)}
     models = {key: value for key, value in inner.items() if _holds_tensors(value)}
     known = next((key for key in _CONTAINERS if key in models), None)
@@ -300,15 +280,15 @@ def _find_state_dict(label: str, file: Path, content: Any) -> dict[str, Any]:
     elif not _holds_tensors(content):
         inside = models or {key: inner[key] for key in _CONTAINERS if key in inner}
         if len(inside) == 1:
-            return _find_state_dict(label, file, *inside.values())
+            return _find_state_dict(file, *inside.values())
         twins = list(models)
     if len(twins) > 1:
         names = join_names(map(str, twins))
-        raise InputError(f"{label}: {file} holds several models ({names}): save the one that you mean")
+        raise InputError(f"{file} holds several models ({names}): save the one that you mean")
     plain = [name for name, value in content.items() if _is_no_weight(name, value)]
     if plain:
         named = join_names(map(str, plain))
-        log.info("%s: %s holds values that are not tensors and are not merged (%s)", label, file.name, named)
+        log.info("%s holds values that are not tensors and are not merged (%s)", file, named)
     return {name: value for name, value in content.items() if name not in plain}
 
 
@@ -321,7 +301,7 @@ def _holds_tensors(content: Mapping[Any, Any]) -> bool:
     return any(isinstance(value, Tensor) for value in content.values())
 
 
-def read_index(label: str, index: Path) -> dict[str, Path]:
+def read_index(index: Path) -> dict[str, Path]:
     """The file of each tensor that `*.safetensors.index.json` or `*.bin.index.json` names.
 
     Raises:
@@ -329,22 +309,33 @@ def read_index(label: str, index: Path) -> dict[str, Path]:
     """
     named = _INDEX.fullmatch(index.name)
     kind = f".{named['kind']}" if named else ""
-    content = read_json(index, label)
+    content = read_json(index)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise InputError(f"{label}: {index} is not a {kind[1:]} index: it has no weight_map")
+        raise InputError(f"{index} is not a {kind[1:]} index: it has no weight_map")
     files = {name: PurePosixPath(file) for name, file in weight_map.items()}
     outside = {str(f) for f in files.values() if f.is_absolute() or ".." in f.parts or not f.name}
     if outside:
-        raise InputError(f"{label}: {index} names files outside its folder ({join_names(outside)}): refused")
+        raise InputError(f"{index} names files outside its folder ({join_names(outside)}): refused")
     others = {str(file) for file in files.values() if file.suffix != kind}
     if others:
-        raise InputError(f"{label}: {index} names files that are not {kind} ({join_names(others)}): refused")
+        raise InputError(f"{index} names files that are not {kind} ({join_names(others)}): refused")
     return {name: index.parent / file for name, file in files.items()}
 
 
 def open_index(label: str, index: Path) -> Checkpoint:
     """Open the checkpoint that an index describes. `read_index` says what is refused."""
-    file_of = read_index(label, index)
+    with name_in_errors(label):
+        file_of = read_index(index)
+        files = sorted(set(file_of.values()))
+        absent = [ascii(file.name) for file in files if not os.path.lexists(file)]
+        if absent:
+            raise InputError(
+                f"its index names {len(absent)} of {len(files)} files that are not in {files[0].parent} "
+                f"({join_names(absent)}), so it is incomplete: was the download interrupted?"
+            )
     opened = Safetensors if ".safetensors.index" in index.name else Pickled
-    return opened(label, file_of, index.parent)
+    checkpoint = opened(label, files, index.parent)
+    if missing := file_of.keys() - checkpoint.keys():
+        raise InputError(f"{label}: its index names tensors its files lack ({join_names(missing)})")
+    return checkpoint

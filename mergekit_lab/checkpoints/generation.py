@@ -13,7 +13,7 @@ from typing import Any
 
 from mergekit_lab.checkpoints.model_files import Files
 from mergekit_lab.checkpoints.plain_files import read_object
-from mergekit_lab.checkpoints.tied_weights import read_config
+from mergekit_lab.checkpoints.tied_weights import read_config, set_keys
 from mergekit_lab.checkpoints.tokens import read_tokens
 from mergekit_lab.errors import join_names
 
@@ -33,10 +33,7 @@ def follow_tokenizer(source: Path, files: Files) -> dict[str, Path | str]:
             continue
         planned = changed[name]
         content = json.loads(planned) if isinstance(planned, str) else read_object(planned)
-        parts = [content, *(part for key, part in content.items() if key.endswith("_config"))]
-        for part in parts:
-            if isinstance(part, dict):
-                part |= {key: value for key, value in ids.items() if key in part or part is content}
+        set_keys(content, ids, always=True)
         changed[name] = json.dumps(content, indent=2) + "\n"
     return changed
 

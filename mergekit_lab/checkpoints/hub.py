@@ -235,7 +235,19 @@ def _explain_errors(repo: str, revision: str | None) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:  # the hub's client raises what its HTTP library does
-        raise InputError(_explain(repo + (f"@{revision}" if revision else ""), error)) from None
+        name = repo + (f"@{revision}" if revision else "")
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status in {401, 403, 404}:
+            raise InputError(
+                f"{name} is neither a local path nor a model that the hub shows you (status {status}): check "
+                "the spelling, or log in with `hf auth login` if it is private or gated"
+            ) from None
+        offline = {os.environ.get(key, "") for key in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")} - {"", "0"}
+        reason = "offline mode is set" if offline else f"{type(error).__name__}: {say_error(error)[:200]}"
+        raise InputError(
+            f"{name} is neither a local path nor in the hub's cache, and the hub cannot be reached ({reason}): "
+            f"give a folder, or run `hf download {name.replace('@', ' --revision ')}` where there is a network"
+        ) from None
 
 
 def _is_complete(folder: Path) -> bool:
@@ -247,27 +259,10 @@ def _is_complete(folder: Path) -> bool:
     if not is_index(known[0]):
         return True
     try:
-        return all(file.is_file() for file in read_index(folder.name, known[0]).values())
+        return all(file.is_file() for file in read_index(known[0]).values())
     except InputError:
         return False
 
 
 def _holds_weights(folder: Path) -> bool:
     return any(file for pattern in _WEIGHTS for file in folder.glob(pattern))
-
-
-def _explain(name: str, error: Exception) -> str:
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if status in {401, 403, 404}:
-        return (
-            f"{name} is neither a local path nor a model that the hub shows you (status {status}): check the "
-            "spelling, or log in with `hf auth login` if it is private or gated"
-        )
-    offline = any(
-        os.environ.get(key, "") not in {"", "0"} for key in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    )
-    reason = "offline mode is set" if offline else f"{type(error).__name__}: {say_error(error)[:200]}"
-    return (
-        f"{name} is neither a local path nor in the hub's cache, and the hub cannot be reached ({reason}): "
-        f"give a folder, or run `hf download {name.replace('@', ' --revision ')}` where there is a network"
-    )

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
+from mergekit_lab.checkpoints.checkpoint import Checkpoint, Entry, TensorSpec, View
 from mergekit_lab.checkpoints.tied_weights import read_class_name, read_config
 
 _LAYERS = re.compile(r"^(n|num|encoder|decoder)_(\w+_)?layers?$|^depth$")
@@ -67,6 +67,8 @@ class Made:
 
     def describe(self, specs: Mapping[str, TensorSpec]) -> TensorSpec:
         """Of the tensor in memory."""
+        if self.name is not None:
+            return specs[self.name]
         whole = self.make(lambda n: torch.empty(specs[n].shape, dtype=specs[n].dtype, device="meta"))
         return TensorSpec(tuple(whole.shape), whole.dtype)
 
@@ -277,38 +279,11 @@ def choose_prefix(
 
 def as_loaded(checkpoint: Checkpoint, architecture: Architecture) -> View:
     """A checkpoint under the names, and with the stacks, that its tensors have in memory."""
-    specs, read = {}, {}
-    for target, made in architecture.match_names(checkpoint).items():
-        specs[target] = made.describe(checkpoint.specs)
-        read[target] = partial(made.make, checkpoint.__getitem__)
-    tied = {n: k for n, k in architecture.tied.items() if n in specs and k in specs}
-    return View(checkpoint, specs, read, tied)
-
-
-def as_stored(checkpoint: Checkpoint, like: Checkpoint, made: Mapping[str, Made]) -> View:
-    """A checkpoint as in memory, under the names and in the pieces that a file has.
-
-    Args:
-        checkpoint: names as in memory; those that are not in `made` stay as they are.
-        like: names and shapes of the file.
-        made: how each tensor in memory is made of the file's.
-    """
-    specs: dict[str, TensorSpec] = {}
-    read: dict[str, Callable[[], Tensor]] = {}
-
-    def take_piece(target: str, name: str) -> Tensor:
-        return made[target].take(checkpoint[target], name, lambda other: like.specs[other].shape)
-
-    for target, spec in checkpoint.specs.items():
-        for name in made[target].names if target in made else [target]:
-            whole = target not in made or made[target].name is not None
-            specs[name] = spec if whole else TensorSpec(like.specs[name].shape, spec.dtype)
-            read[name] = partial(checkpoint.__getitem__, target) if whole else partial(take_piece, target, name)
-    stored = {target: one.name or target for target, one in made.items()}
-    tied = {stored.get(n, n): stored.get(k, k) for n, k in checkpoint.find_ties().items()}
-    view = View(checkpoint, specs, read, tied)
-    view.untied = {stored.get(n, n): stored.get(k, k) for n, k in checkpoint.untied.items()}
-    return view
+    entries = {
+        target: Entry(made.describe(checkpoint.specs), partial(made.make, checkpoint.__getitem__))
+        for target, made in architecture.match_names(checkpoint).items()
+    }
+    return View(checkpoint, entries, architecture.tied)
 
 
 def as_relaid(
@@ -321,10 +296,9 @@ def as_relaid(
             is in one of them alone keeps its name.
         like: of every tensor of the other one.
     """
-    specs: dict[str, TensorSpec] = {}
-    read: dict[str, Callable[[], Tensor]] = {}
-    source = View(checkpoint, checkpoint.specs, {})  # keeps the stack of which pieces are read one by one
-    new: dict[str, str] = {}
+    entries = checkpoint.list_entries()
+    source = View(checkpoint, entries)  # keeps the stack of which pieces are read one by one
+    moved: dict[str, dict[str, Entry]] = {}
 
     def make_piece(target: str, name: str) -> Tensor:
         whole = own[target].make(source.__getitem__)
@@ -336,19 +310,19 @@ def as_relaid(
         wanted, there = made.describe(checkpoint.specs), theirs[target]
         same = [len(part) for part in made.sources] == [len(part) for part in there.sources]
         if same and (made.name is None) == (there.name is None):
-            new |= zip(made.names, there.names, strict=True)
+            moved |= {name: {new: entries[name]} for name, new in zip(made.names, there.names, strict=True)}
         elif there.name is not None:
-            specs[there.name], read[there.name] = wanted, partial(made.make, checkpoint.__getitem__)
-            new |= dict.fromkeys(made.names, "")
+            moved |= {name: {} for name in made.names}
+            moved[made.names[0]] = {there.name: Entry(wanted, partial(made.make, checkpoint.__getitem__))}
         elif made.name is not None and there.describe(like).shape == wanted.shape:
-            for name in there.names:
-                specs[name] = TensorSpec(like[name].shape, wanted.dtype)
-                read[name] = partial(make_piece, target, name)
-            new[made.name] = ""
-    for name, spec in checkpoint.specs.items():
-        moved = new.get(name, name)
-        if moved:
-            specs.setdefault(moved, spec)
-            read.setdefault(moved, partial(checkpoint.__getitem__, name))
-    tied = {new.get(n, n): new.get(k, k) for n, k in checkpoint.find_ties().items()}
-    return View(checkpoint, specs, read, tied)
+            moved[made.name] = {
+                name: Entry(TensorSpec(like[name].shape, wanted.dtype), partial(make_piece, target, name))
+                for name in there.names
+            }
+    relaid: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        relaid |= moved.get(name, {name: entry})
+    new = {name: next(iter(single)) for name, single in moved.items() if len(single) == 1}
+    view = View(checkpoint, relaid, {new.get(n, n): new.get(k, k) for n, k in checkpoint.find_ties().items()})
+    view.untied = {new.get(n, n): new.get(k, k) for n, k in checkpoint.untied.items()}
+    return view

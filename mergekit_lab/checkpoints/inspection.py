@@ -92,18 +92,17 @@ def _describe_vocabulary(checkpoint: Checkpoint) -> list[str]:
 
 
 def _describe_targets(adapter: Folded) -> list[str]:
-    info = adapter.info
-    kinds = Counter(name.removesuffix(".weight").split(".")[-1] for name in info.targets)
-    ranks = sorted(set(info.targets.values()))
-    kind = "DoRA" if info.dora else "rsLoRA" if info.rslora else "LoRA"
+    kinds = Counter(name.removesuffix(".weight").split(".")[-1] for name in adapter.targets)
+    ranks = sorted(set(adapter.targets.values()))
+    kind = "DoRA" if adapter.dora else "rsLoRA" if adapter.rslora else "LoRA"
     lines = [
-        f"{kind} of rank {', '.join(map(str, ranks)) or 'none'} on {len(info.targets)} tensors: "
+        f"{kind} of rank {', '.join(map(str, ranks)) or 'none'} on {len(adapter.targets)} tensors: "
         + ", ".join(f"{n} × {name}" for name, n in kinds.most_common())
     ]
-    if info.replaced:
-        lines.append(f"saved whole: {join_names(info.replaced)}")
-    if info.base_name:
-        lines.append(f"trained on {os.path.basename(info.base_name.rstrip('/'))}")
+    if adapter.replaced:
+        lines.append(f"saved whole: {join_names(adapter.replaced)}")
+    if adapter.base_name:
+        lines.append(f"trained on {os.path.basename(adapter.base_name.rstrip('/'))}")
     return lines
 
 
@@ -173,9 +172,3 @@ def plan_specs(
         return TensorSpec(spec.shape, dtype) if dtype and spec.dtype.is_floating_point else spec
 
     return {name: convert(spec) for name, spec in base.specs.items() if name not in left_out}
-
-
-def assume_ties(base: Checkpoint) -> dict[str, str]:
-    """Second names of weights that a configuration ties, each with the first, as names and shapes tell."""
-    groups = find_configured_groups(base)
-    return {name: group[0] for group in groups for name in group[1:]}

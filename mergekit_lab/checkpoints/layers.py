@@ -10,9 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from mergekit_lab.checkpoints.checkpoint import Checkpoint, Computed, TensorSpec
+from mergekit_lab.checkpoints.checkpoint import Checkpoint, Composed
 from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.errors import InputError, join_names
 
@@ -25,7 +23,7 @@ _BY_LAYER = ("layer_types", "layers_block_type", "no_rope_layers", "mlp_layer_ty
 class LayerRange(NamedTuple):
     """Layers of a model from `first` to before `stop`."""
 
-    model: Checkpoint
+    model: Any
     first: int
     stop: int
 
@@ -74,8 +72,8 @@ def arrange_layers(parts: Sequence[LayerRange], label: str) -> Checkpoint:
             raise InputError(
                 f"{part.model.label} has {count} layers, but the recipe takes {part.first} to {part.stop}"
             )
-    arranged = _ArrangedLayers(parts, label)
-    known = _list_shapes(parts[0].model)
+    first, last = parts[0].model, parts[-1].model
+    known = _list_shapes(first)
     for part in parts[1:]:
         odd = [
             rest
@@ -84,55 +82,29 @@ def arrange_layers(parts: Sequence[LayerRange], label: str) -> Checkpoint:
         ]
         if odd:
             raise InputError(
-                f"{part.model.label}: its layers do not fit those of {parts[0].model.label}: other shapes "
+                f"{part.model.label}: its layers do not fit those of {first.label}: other shapes "
                 f"({join_names(odd)})"
             )
+    stack, tied = _find_stack(first)[0], first.find_ties()
+    alone = {name: name for name in first if split_layer(name) is None}
+    late = {n: n for n in alone if not stands_before_layers(n) and n not in tied and n in last}
+    entries = first.list_entries({name: name for name in alone if name not in late})
+    number = 0
+    for part in parts:
+        by_layer: dict[int, list[LayerName]] = {}
+        for parsed in filter(None, map(split_layer, part.model)):
+            by_layer.setdefault(parsed.layer, []).append(parsed)
+        for layer in range(part.first, part.stop):
+            own = {
+                p._replace(stack=stack).name_in_layer(number): p.name_in_layer(layer) for p in by_layer[layer]
+            }
+            entries |= part.model.list_entries(own)
+            number += 1
+    arranged = Composed(first, entries | last.list_entries(late), tied)
+    arranged.label = label
+    arranged.files = tuple(dict.fromkeys(file for part in parts for file in part.model.files))
+    arranged.changed = {**first.changed, **_rewrite(parts, number)}
     return arranged
-
-
-class _ArrangedLayers(Computed):
-    def __init__(self, parts: Sequence[LayerRange], label: str) -> None:
-        first, last = parts[0].model, parts[-1].model
-        stack = _find_stack(first)[0]
-        tied = first.find_ties()
-        before: list[str] = []
-        after: list[str] = []
-        for name in first:
-            if split_layer(name) is None:
-                early = stands_before_layers(name) or name in tied or name not in last
-                (before if early else after).append(name)
-        where = {name: (first, name) for name in before}
-        number = 0
-        for part in parts:
-            by_layer: dict[int, list[LayerName]] = {}
-            for name in part.model:
-                if parsed := split_layer(name):
-                    by_layer.setdefault(parsed.layer, []).append(parsed)
-            for layer in range(part.first, part.stop):
-                where |= {
-                    parsed._replace(stack=stack).name_in_layer(number): (
-                        part.model,
-                        parsed.name_in_layer(layer),
-                    )
-                    for parsed in by_layer[layer]
-                }
-                number += 1
-        where |= {name: (last, name) for name in after}
-        self._where = where
-        models = list({id(part.model): part.model for part in parts}.values())
-        specs: dict[str, TensorSpec] = {name: model.specs[own] for name, (model, own) in where.items()}
-        files = dict.fromkeys(file for model in models for file in model.files)
-        super().__init__(label, specs, files, first.folder)
-        self._tied = {name: kept for name, kept in tied.items() if name in specs and kept in specs}
-        self.untied = first.untied
-        self.changed = {**first.changed, **_rewrite(parts, number)}
-
-    def compute(self, name: str) -> Tensor:
-        model, own = self._where[name]
-        return model[own]
-
-    def find_ties(self) -> dict[str, str]:
-        return self._tied
 
 
 def _find_stack(model: Checkpoint) -> tuple[str, int]:

@@ -25,7 +25,7 @@ from mergekit_lab.checkpoints.checkpoint import Checkpoint, Computed
 from mergekit_lab.checkpoints.files import Safetensors, open_index
 from mergekit_lab.checkpoints.inspection import plan_specs
 from mergekit_lab.checkpoints.plain_files import read_json
-from mergekit_lab.errors import InputError, join_names, suggest
+from mergekit_lab.errors import InputError, join_names, name_in_errors, suggest
 from mergekit_lab.ranges import require
 
 RECORD_FILE = "low_rank.json"
@@ -65,16 +65,16 @@ class LowRankRecord:
         return {RECORD_FILE: json.dumps(asdict(self), indent=1) + "\n"}
 
     @classmethod
-    def read(cls, folder: Path, label: str) -> LowRankRecord:
+    def read(cls, folder: Path) -> LowRankRecord:
         """Read the record of a folder.
 
         Raises:
             InputError: it cannot be read, or is not what `write` leaves.
         """
         try:
-            record = cls(**read_json(folder / RECORD_FILE, label))
+            record = cls(**read_json(folder / RECORD_FILE))
         except TypeError as error:
-            raise InputError(f"{label}: {folder / RECORD_FILE} cannot be read ({error})") from None
+            raise InputError(f"{folder / RECORD_FILE} cannot be read ({error})") from None
         sound = {
             "experts": isinstance(record.experts, list) and _are_text(record.experts),
             "coefficient": isinstance(record.coefficient, int | float) and abs(record.coefficient) < math.inf,
@@ -84,9 +84,7 @@ class LowRankRecord:
         }
         wrong = [name for name, holds in sound.items() if not holds]
         if wrong:
-            raise InputError(
-                f"{label}: {folder / RECORD_FILE} is damaged, or not a merge's ({join_names(wrong)})"
-            )
+            raise InputError(f"{folder / RECORD_FILE} is damaged, or not a merge's ({join_names(wrong)})")
         return record
 
 
@@ -129,7 +127,8 @@ class LowRank(Computed):
         tasks: Sequence[str] | None = None,
         coefficient: float | None = None,
     ) -> None:
-        self.record = LowRankRecord.read(folder, label)
+        with name_in_errors(label):
+            self.record = LowRankRecord.read(folder)
         _check_base(self.record.base, base, label)
         unknown = [task for task in tasks or () if task not in self.record.experts]
         if unknown:
@@ -139,7 +138,7 @@ class LowRank(Computed):
         file = folder / f"{LowRankRecord.stem}.safetensors"
         index = file.with_name(f"{file.name}.index.json")
         sharded = index.is_file()
-        self._factors = open_index(label, index) if sharded else Safetensors(label, file)
+        self._factors = open_index(label, index) if sharded else Safetensors(label, [file])
         if tasks is not None and len(tasks) != 1 and any(name.endswith(MASKS) for name in self._factors):
             raise InputError(f"{label} has one model per task: name one task in tasks=[…]")
         self._tasks = None if tasks is None else [list(self.record.experts).index(task) for task in tasks]

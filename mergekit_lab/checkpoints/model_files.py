@@ -18,7 +18,7 @@ import torch
 
 from mergekit_lab.checkpoints.libraries import NAMED_WEIGHTS, OPEN_CLIP, TRANSFORMERS, Library
 from mergekit_lab.checkpoints.plain_files import check_file, read_json
-from mergekit_lab.checkpoints.tied_weights import read_config
+from mergekit_lab.checkpoints.tied_weights import read_config, set_keys
 from mergekit_lab.errors import InputError, join_names
 
 _TOKENIZER = (
@@ -97,10 +97,13 @@ def plan_model_files(
     # what is written is neither quantized nor in a file of another name
     stale = [config.pop(key, None) for key in ("quantization_config", "compression_config", NAMED_WEIGHTS)]
     if "config.json" in files and (dtype is not None or vocabulary is not None or any(stale) or changed):
-        _adapt_config(config, dtype, vocabulary)
-        for part in (config, config.get("text_config")):
-            if isinstance(part, dict):
-                part |= {k: v for k, v in (changed or {}).items() if part is config or k in part}
+        if dtype is not None:
+            if not {"dtype", "torch_dtype"} & config.keys():
+                config["dtype"] = ""
+            set_keys(config, dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch.")))
+        if vocabulary is not None:
+            set_keys(config, {"vocab_size": vocabulary}, ("text_config", "llm_config"))
+        set_keys(config, changed or {}, ("text_config",), always=True)
         files["config.json"] = json.dumps(config, indent=2) + "\n"
     if "open_clip_config.json" in files and vocabulary is not None:
         files["open_clip_config.json"] = _adapt_open_clip(source / "open_clip_config.json", vocabulary)
@@ -150,26 +153,6 @@ def _read_parts(source: Path) -> list[str]:
     if outside:
         raise InputError(f"{file} names folders outside its own ({join_names(outside)}): refused")
     return [name for name in names if name and (source / name).is_dir()]
-
-
-def _adapt_config(config: dict[str, Any], dtype: torch.dtype | None, vocabulary: int | None) -> None:
-    parts = [
-        config,
-        *(part for key, part in config.items() if key.endswith("_config") and isinstance(part, dict)),
-    ]
-    name = str(dtype).removeprefix("torch.")
-    if dtype is not None and not {"dtype", "torch_dtype"} & config.keys():
-        config["dtype"] = name
-    for part in parts:
-        for key in ("dtype", "torch_dtype"):
-            if dtype is not None and key in part:
-                part[key] = name
-    sized = [
-        part for part in (config, config.get("text_config"), config.get("llm_config")) if isinstance(part, dict)
-    ]
-    for part in sized:
-        if vocabulary is not None and "vocab_size" in part:
-            part["vocab_size"] = vocabulary
 
 
 def _adapt_open_clip(file: Path, vocabulary: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,13 @@ _DEEPEST = 64
 """Levels of a JSON file; configurations have fewer than ten."""
 
 
-def check_file(file: Path, label: str = "") -> None:
+def check_file(file: Path) -> None:
     """Refuse what cannot be read as a file.
-
-    Args:
-        label: what messages call the checkpoint that the file belongs to.
 
     Raises:
         InputError: nothing there, a folder, a dead link, a pipe or a device (reading one may never end), a
             pointer that version control left in the file's stead, or no permission.
     """
-    who = f"{label}: {file}" if label else str(file)
     try:
         mode = file.stat().st_mode
         if stat.S_ISREG(mode):
@@ -36,41 +33,38 @@ def check_file(file: Path, label: str = "") -> None:
                 head = opened.read(64)
     except (FileNotFoundError, NotADirectoryError):
         if file.is_symlink():
-            raise InputError(f"{who} is a link that leads nowhere ({os.readlink(file)})") from None
-        raise InputError(f"{label}: the file {file} does not exist".removeprefix(": ")) from None
+            raise InputError(f"{file} is a link that leads nowhere ({os.readlink(file)})") from None
+        raise InputError(f"the file {file} does not exist") from None
     except (OSError, ValueError) as error:
-        raise InputError(f"{who[:1000]} cannot be read ({_explain(error)})") from None
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{str(file)[:1000]} cannot be read ({reason})") from None
     if not stat.S_ISREG(mode):
         kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
-        raise InputError(f"{who} is {kind}, not a file")
+        raise InputError(f"{file} is {kind}, not a file")
     for start, what in _POINTERS.items():
         if head.startswith(start):
-            raise InputError(f"{who} is {what}")
+            raise InputError(f"{file} is {what}")
 
 
-def _explain(error: OSError | ValueError) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-
-
-def read_json(file: Path, label: str = "") -> Any:
+def read_json(file: Path) -> Any:
     """The content of a small JSON file.
 
     Raises:
         InputError: see `check_file`; it is not JSON, or it is nested deeper than any configuration.
     """
-    check_file(file, label)
-    who = f"{label}: {file}" if label else str(file)
+    check_file(file)
     try:
         content = json.loads(file.read_bytes())
     except RecursionError:
-        raise InputError(f"{who} is nested too deep to be read") from None
+        raise InputError(f"{file} is nested too deep to be read") from None
     except (OSError, ValueError) as error:
-        raise InputError(f"{who} is not JSON ({str(error)[:200]})") from None
+        raise InputError(f"{file} is not JSON ({str(error)[:200]})") from None
     level = [content]
     for _ in range(_DEEPEST):
-        level = [child for item in level for child in _list_children(item)]
+        level = [list(item.values()) if isinstance(item, dict) else item for item in level]
+        level = [child for item in level if isinstance(item, list) for child in item]
     if level:
-        raise InputError(f"{who} is nested too deep to be read")
+        raise InputError(f"{file} is nested too deep to be read")
     return content
 
 
@@ -86,7 +80,10 @@ def read_object(file: Path) -> dict[str, Any]:
     return content
 
 
-def _list_children(item: Any) -> list[Any]:
-    if isinstance(item, dict):
-        return list(item.values())
-    return item if isinstance(item, list) else []
+def flatten(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """What nested mappings hold, by the keys that lead there, joined by dots; an empty mapping stays one."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        nested = isinstance(value, Mapping) and value
+        flat |= flatten(value, f"{before}{key}.") if nested else {f"{before}{key}": value}
+    return flat

@@ -93,31 +93,24 @@ def make_folder(out: Path, overwrite: bool = False, planned: Mapping[str, int] |
     """
     planned = {} if planned is None else planned
     out = _resolve(out)
-    _put_back(out)
+    _clear_leftovers(out)
     check_out(out, overwrite)
     out.parent.mkdir(parents=True, exist_ok=True)
-    _clear_leftovers(out)
     partial, lock = _make_partial(out)
     try:
-        with _explain_failures(out, partial, lock):
+        try:
             yield partial
             sync_tree(partial)
+        except OSError as error:
+            if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+                raise InputError(f"the disk of {out} is full") from error
+            _check_whole(out, partial, lock, {})
+            raise
         _check_whole(out, partial, lock, planned)
         _swap(partial, out, overwrite)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         os.close(lock)
-
-
-@contextmanager
-def _explain_failures(out: Path, partial: Path, lock: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            raise InputError(f"the disk of {out} is full") from error
-        _check_whole(out, partial, lock, {})
-        raise
 
 
 def _check_whole(out: Path, partial: Path, lock: int, planned: Mapping[str, int]) -> None:
@@ -180,16 +173,9 @@ def _read_boot() -> str:
     return hashlib.sha256(boot.encode()).hexdigest()[:12]
 
 
-def _put_back(out: Path) -> None:
-    """Give `out` back what a merge had moved away that was killed between two renames."""
-    for old in _find_siblings(out, ".old"):
-        partial = old.with_suffix(".partial")
-        if not out.exists() and (not partial.exists() or _is_abandoned(partial)):
-            old.rename(out)
-
-
 def _clear_leftovers(out: Path) -> None:
-    """Delete what merges that were killed left beside `out`, if it is sure that they were."""
+    """Delete what merges that were killed left beside `out`, if it is sure that they were. What one had moved
+    away when it was killed between two renames becomes `out` again."""
     for making in out.parent.glob(".*.making"):  # as it is for a moment, and empty
         with suppress(OSError):
             if _MAKING.fullmatch(making.name) and time.time() - making.stat().st_mtime > _FORGOTTEN:
@@ -197,7 +183,10 @@ def _clear_leftovers(out: Path) -> None:
     for path in [*_find_siblings(out, ".old"), *_find_siblings(out, ".partial")]:
         partial = path.with_suffix(".partial")
         if path.exists() and (not partial.exists() or _is_abandoned(partial)):
-            shutil.rmtree(path, ignore_errors=True)
+            if path.suffix == ".old" and not out.exists():
+                path.rename(out)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
         elif path.exists() and f".{_read_boot()}." not in path.name:
             log.warning(
                 "%s was left by another machine, or before this one rebooted: remove it, unless a "

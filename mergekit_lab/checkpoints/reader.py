@@ -18,7 +18,7 @@ from mergekit_lab.checkpoints.hub import RemoteHeaders, find_cached_snapshot, ge
 from mergekit_lab.checkpoints.libraries import LIBRARIES, TRANSFORMERS, find_other_weights, find_weights
 from mergekit_lab.checkpoints.low_rank import RECORD_FILE, LowRank
 from mergekit_lab.checkpoints.plain_files import check_file
-from mergekit_lab.errors import InputError
+from mergekit_lab.errors import InputError, name_in_errors
 
 _NO_MODEL = {"training_args.bin", "optimizer.bin", "scheduler.bin"}
 
@@ -67,7 +67,9 @@ def open_checkpoint(
         if (path / ADAPTER_CONFIG).is_file():
             return open_adapter(path, base, label)
         if (path / RECORD_FILE).is_file():
-            return _open_low_rank(path, base, label)
+            if base is None:
+                raise InputError(f"{label}: {path} holds what a merge adds to its base: expand it on that base")
+            return LowRank(path, base, label)
         return _open_folder(label, path, base)
     return _open_file(label, path)
 
@@ -79,12 +81,6 @@ def list_deciding_files(source: str, label: str) -> list[Path]:
     if not records:
         return list(open_checkpoint(source, label).files)
     return [*records, *sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".bin"))]
-
-
-def _open_low_rank(path: Path, base: Checkpoint | None, label: str) -> Checkpoint:
-    if base is None:
-        raise InputError(f"{label}: {path} holds what a merge adds to its base: expand it on that base")
-    return LowRank(path, base, label)
 
 
 def find_source(source: str | Path, weights: bool = True) -> Path:
@@ -131,7 +127,8 @@ def _open_lone_file(label: str, path: Path) -> Checkpoint:
     pickled = [file for file in visible if file.suffix == ".bin" and file.name not in _NO_MODEL]
     kind, files = (".safetensors", safe) if safe or not pickled else (".bin", pickled)
     indexes = [file for file in visible if is_index(file) and f"{kind}.index" in file.name]
-    shards = {file for index in indexes for file in read_index(label, index).values()}
+    with name_in_errors(label):
+        shards = {file for index in indexes for file in read_index(index).values()}
     lone = [*indexes, *(file for file in files if file not in shards)]
     if len(lone) != 1:
         raise InputError(
@@ -148,10 +145,11 @@ def _open_file(label: str, path: Path, folder: Path | None = None) -> Checkpoint
     if is_index(path):
         return open_index(label, path)
     if path.suffix == ".safetensors":
-        return Safetensors(label, path, folder)
+        return Safetensors(label, [path], folder)
     if path.suffix in PICKLED:
-        return Pickled(label, path, folder)
-    check_file(path, label)
+        return Pickled(label, [path], folder)
+    with name_in_errors(label):
+        check_file(path)
     if path.suffix == ".gguf":
         raise InputError(
             f"{label}: {path} is a GGUF file: `python -m mergekit_lab.backbones.folder {path} OUT` makes a "

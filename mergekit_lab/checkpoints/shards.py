@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 import threading
+import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from mergekit_lab.checkpoints.checkpoint import TensorSpec
 from mergekit_lab.checkpoints.files import DTYPES
 from mergekit_lab.errors import InputError, join_names
-from mergekit_lab.ranges import require_whole
+from mergekit_lab.ranges import Count, check_value
 
 MAX_SHARD_BYTES = 5_000_000_000
 """The size of a file at which the next one begins, as on the hub."""
@@ -53,7 +53,7 @@ def plan_shards(
         max_bytes: tensor data per file, at least 1; a larger tensor has its own file.
         stem: what the files are called.
     """
-    require_whole("max_shard_bytes", max_bytes, 1)
+    check_value(max_bytes, Count, "max_shard_bytes")
     if not specs:
         raise InputError("there is no tensor to write")
     groups: list[dict[str, TensorSpec]] = [{}]
@@ -202,38 +202,44 @@ class ShardedWriter:
             if not self._left[shard.file]:
                 self._flushed.append(self._flusher.submit(self._open.pop(shard.file).close, self._sync))
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         """Wait for the disk, and write the index.
 
         Raises:
             InputError: tensors that were announced were not written.
         """
+        self._flusher.shutdown()
+        for file in self._open.values():
+            file.close(sync=False)
+        if kind is not None:
+            return
         if self._pending:
             raise InputError(f"{len(self._pending)} tensors were not written ({join_names(self._pending)})")
         for flushed in self._flushed:
             flushed.result()
-        self._flusher.shutdown()
         if len(self.shards) > 1:
             (self._folder / _name_index(self._stem)).write_text(_format_index(self.shards))
 
-    def abort(self) -> None:
-        """Close all files as they are."""
-        self._flusher.shutdown()
-        for file in self._open.values():
-            file.close(sync=False)
-        self._open.clear()
 
-    def __enter__(self) -> Self:
-        return self
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], sync: bool = True) -> None:
+    """Write one safetensors file by write, fsync and rename.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self.abort()
-            return
-        try:
-            self.close()
-        except BaseException:
-            self.abort()
-            raise
+    Args:
+        path: the file; its folder must exist.
+        tensors: tensors on any device. Names that share memory are written as copies.
+        sync: wait for the disk; False if who publishes the folder does.
+    """
+    stem = f".{uuid.uuid4().hex}.tmp"
+    temporary = path.with_name(f"{stem}.safetensors")
+    try:
+        specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        total = sum(spec.nbytes for spec in specs.values())
+        with ShardedWriter(path.parent, specs, max(total, 1), stem, sync=sync) as writer:
+            for name, tensor in tensors.items():
+                writer.write(name, tensor)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

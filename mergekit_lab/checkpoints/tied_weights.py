@@ -10,7 +10,7 @@ keeps. The embeddings of an encoder and of a decoder that are `shared` are one w
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,21 @@ def read_config(folder: Path | None) -> dict[str, Any]:
         InputError: it is not a JSON object, or no file that can be read.
     """
     return {} if folder is None else read_object(folder / "config.json")
+
+
+def set_keys(
+    config: dict[str, Any], values: Mapping[str, Any], parts: Iterable[str] | None = None, always: bool = False
+) -> None:
+    """Give keys of a configuration, and of its parts, other values where they have these keys.
+
+    Args:
+        parts: their keys; None: all that end with `_config`.
+        always: whether the configuration itself gets keys that it lacks.
+    """
+    names = [key for key in config if key.endswith("_config")] if parts is None else parts
+    for part in (config, *map(config.get, names)):
+        if isinstance(part, dict):
+            part |= {key: value for key, value in values.items() if key in part or (always and part is config)}
 
 
 def read_class_name(folder: Path | None) -> str | None:
@@ -127,13 +142,14 @@ def _rank_name(name: str) -> tuple[int, str]:
     return (ranks[0] if ranks else len(_KEPT_FIRST), name)
 
 
-def find_equal_ties(checkpoint: Checkpoint) -> dict[str, str]:
-    """Names under which a folder holds the values of a tied weight again."""
+def find_configured_ties(checkpoint: Checkpoint, read: bool = True) -> dict[str, str]:
+    """Second names of weights that the configuration ties, each with the first; with `read` where values agree,
+    else as names and shapes tell."""
     return {
         name: kept
         for kept, *others in find_configured_groups(checkpoint)
         for name in others
-        if torch.equal(checkpoint[name], checkpoint[kept])
+        if not read or torch.equal(checkpoint[name], checkpoint[kept])
     }
 
 

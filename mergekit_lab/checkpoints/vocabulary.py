@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
-from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
+from mergekit_lab.checkpoints.checkpoint import Checkpoint, Entry, TensorSpec, View
 from mergekit_lab.checkpoints.tied_weights import can_be_vocabulary, is_vocabulary_name
 from mergekit_lab.checkpoints.tokens import add_tokens, digest_other_tokenizer, read_tokens
-from mergekit_lab.checkpoints.vocabulary_rows import Reconciled, TokenPlan, _RowMap
+from mergekit_lab.checkpoints.vocabulary_rows import Reconciled, RowMap, TokenPlan, Vocabularies
 from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.ranges import require_choice
 
@@ -113,41 +113,39 @@ def _choose_vocabulary(
     for position, expert in enumerate(experts, 1):
         if tokens[position] is None and count_vocabulary_rows(expert) == count_vocabulary_rows(base):
             tokens[position] = tokens[0]
-    differ = any(own is not None and own != tokens[0] for own in tokens[1:])
-    if changes or (
-        not names
-        and differ
-        and tokens[0] is not None
-        and (choice is not None or not _are_in(tokens[0], tokens))
-    ):
+    base_tokens, known = tokens[0], [own for own in tokens if own is not None]
+    differ = base_tokens is not None and any(own != base_tokens for own in known)
+    # where every token of the experts has the base's row, rows belong together by number
+    alike = base_tokens is not None and all(own.items() <= base_tokens.items() for own in known)
+    if changes or (not names and differ and (choice is not None or not alike)):
         names = list_vocabulary_names(base, experts, resized=False)
     if changes and not names:
         raise InputError("the recipe's tokens cannot be placed: the models share no embedding of one width")
     if not names:
         return Reconciled(base, tuple(experts), notes=_list_lacking(experts, tokens))
-    _check_one_size(names, (base, *experts))
+    models = Vocabularies((base, *experts), names, tokens)
+    for model in models.every:
+        sizes = {name: model.specs[name].shape[0] for name in names}
+        if len(set(sizes.values())) > 1:
+            raise InputError(f"{model.label!r} has vocabularies of several sizes ({sizes}): not supported")
     if choice is None:
-        raise InputError(_say_choices(base, experts, names, tokens))
+        raise InputError(_say_choices(models))
     if choice == "base":
-        same = {name: partial(base.__getitem__, name) for name in names}
-        views = tuple(
-            View(e, {n: base.specs[n] if n in same else s for n, s in e.specs.items()}, same) for e in experts
-        )
+        same = base.list_entries({name: name for name in names})
+        views = tuple(View(expert, {**expert.list_entries(), **same}) for expert in experts)
         note = f"{join_names(names)}: left out of the merge, the base's own"
-        return Reconciled(base, views, tuple(names), notes=(note,), side=_make_side_blanking(base, names))
-    known = [own for own in tokens if own is not None]
-    if changes and len(known) < len(tokens):
-        unread = [c.label for c, own in zip((base, *experts), tokens, strict=True) if own is None]
+        return Reconciled(base, views, tuple(names), notes=(note,), side=partial(_clear_side, base, names))
+    if changes and None in tokens:
+        unread = [c.label for c, own in zip(models.every, tokens, strict=True) if own is None]
         raise InputError(
             f"the recipe's tokens cannot be placed: the tokenizer of {join_names(unread)} cannot be read: save "
             "it as tokenizer.json with transformers"
         )
-    if plan is not None and len(known) == len(tokens):
-        return _follow(plan, base, tuple(experts), names, known, tokenizer, choice == "intersect")
+    if plan is not None and None not in tokens:
+        return _follow(plan, models, tokenizer, choice == "intersect")
     if choice == "intersect":
-        rows = base.specs[names[0]].shape[0]
-        return _RowMap(base, tuple(experts), names, tokens, rows, tokens[0]).reconcile(None)
-    return _pad(base, tuple(experts), names, tokens, tokenizer)
+        return RowMap(models, models.count_rows(0), tokens[0]).reconcile(None)
+    return _pad(models, tokenizer)
 
 
 def _refuse_contradictions(
@@ -166,48 +164,20 @@ def _refuse_contradictions(
                 )
 
 
-def _check_one_size(names: Sequence[str], checkpoints: Iterable[Checkpoint]) -> None:
-    for checkpoint in checkpoints:
-        sizes = {name: checkpoint.specs[name].shape[0] for name in names}
-        if len(set(sizes.values())) > 1:
-            raise InputError(f"{checkpoint.label!r} has vocabularies of several sizes ({sizes}): not supported")
+def _clear_side(base: Checkpoint, names: Sequence[str], position: int, side: Checkpoint) -> Checkpoint:
+    specs = {n: TensorSpec(base.specs[n].shape, side.specs[n].dtype) for n in names if n in side}
+    blank = {n: Entry(s, partial(torch.zeros, s.shape, dtype=s.dtype)) for n, s in specs.items()}
+    return View(side, {**side.list_entries(), **blank})
 
 
-def _make_side_blanking(base: Checkpoint, names: Sequence[str]) -> Callable[[int, Checkpoint], Checkpoint]:
-    def fit(position: int, side: Checkpoint) -> Checkpoint:
-        specs = {
-            n: TensorSpec(base.specs[n].shape, s.dtype) if n in names else s for n, s in side.specs.items()
-        }
-        blank = {n: partial(torch.zeros, specs[n].shape, dtype=specs[n].dtype) for n in names if n in side}
-        return View(side, specs, blank)
-
-    return fit
-
-
-def _describe(checkpoint: Checkpoint, base: Checkpoint, name: str) -> str:
-    rows, wanted = checkpoint.specs[name].shape[0], base.specs[name].shape[0]
-    return f"{checkpoint.label!r} has {rows} rows ({wanted} in the base)"
-
-
-def _are_in(base: dict[str, int], tokens: Sequence[dict[str, int] | None]) -> bool:
-    """Whether every token of the experts has the base's row: then rows belong together by number."""
-    return all(own is None or own.items() <= base.items() for own in tokens)
-
-
-def _say_choices(
-    base: Checkpoint,
-    experts: Sequence[Checkpoint],
-    names: Sequence[str],
-    tokens: Sequence[dict[str, int] | None],
-) -> str:
-    lines = [f"the vocabularies differ in {join_names(names)}:"]
-    for expert, own in zip(experts, tokens[1:], strict=True):
-        changed = [name for name in names if expert.specs[name].shape != base.specs[name].shape]
-        if changed or (own is not None and own != tokens[0]):
-            lines.append(f"  {_describe(expert, base, names[0])}{_say_difference(own, tokens[0])}")
-    matched = (
-        "their string" if all(t is not None for t in tokens) else "their row, as tokenizer files are missing"
-    )
+def _say_choices(models: Vocabularies) -> str:
+    lines = [f"the vocabularies differ in {join_names(models.names)}:"]
+    wanted, tokens = models.count_rows(0), models.tokens[0]
+    for position, own in enumerate(models.tokens[1:], 1):
+        rows, label = models.count_rows(position), models.every[position].label
+        if rows != wanted or (own is not None and own != tokens):
+            lines.append(f"  {label!r} has {rows} rows ({wanted} in the base){_say_difference(own, tokens)}")
+    matched = "their row, as tokenizer files are missing" if None in models.tokens else "their string"
     lines += [
         f"Tokens would be matched by {matched}. Choose one of:",
         "  embeddings=intersect  the base's vocabulary; a token that an expert lacks gets no change from it, "
@@ -249,37 +219,29 @@ def _list_unread(base: Checkpoint, experts: Sequence[Checkpoint]) -> list[str]:
     ]
 
 
-def _follow(
-    plan: TokenPlan,
-    base: Checkpoint,
-    experts: tuple[Checkpoint, ...],
-    names: list[str],
-    tokens: Sequence[dict[str, int]],
-    tokenizer: Path | None,
-    keep: bool,
-) -> Reconciled:
+def _follow(plan: TokenPlan, models: Vocabularies, tokenizer: Path | None, keep: bool) -> Reconciled:
     """The vocabulary that a recipe describes.
 
     Args:
         keep: start from the base's tokens.
     """
-    every = (base, *experts)
-    union = set().union(*tokens)
-    pairs = list(zip(every, tokens, strict=True))
+    base, known = models.every[0], [own or {} for own in models.tokens]
+    union = set().union(*known)
+    pairs = list(zip(models.every, known, strict=True))
     free = not keep and tokenizer is None
     whole = next((c.folder for c, own in pairs if free and own.keys() >= union), None)
     folder = whole or (base.folder if keep or tokenizer is None else tokenizer)
     assert folder is not None
     if tokenizer not in (None, folder) and plan.tokens:
         raise InputError("tokenizer_from=… beside a recipe whose tokenizer has tokens needs embeddings=pad")
-    wanted = _choose_tokens(folder, every, tokens)
+    wanted = _choose_tokens(folder, models)
     merged = [(c.folder, own) for c, own in pairs] if free and whole is None else []
     more, added = add_tokens(folder, merged, plan.tokens) if merged or plan.tokens else ({}, [])
     if more.keys() - wanted.keys():
         wanted = more
-    rows = max([max(wanted.values()) + 1, *(c.specs[names[0]].shape[0] for c in every if c.folder == folder)])
+    rows = max(max(wanted.values()) + 1, models.count_rows_of(folder))
     padding = -rows % plan.multiple
-    table = _RowMap(base, experts, names, tokens, rows + padding, wanted, plan, padding)
+    table = RowMap(models, rows + padding, wanted, plan, padding)
     same = table.reconcile(None if folder == base.folder else folder)
     nowhere = wanted.keys() - union - plan.tokens.keys()
     notes = [f"warning: no model has a row for {join_names(nowhere)}: it is zero"] if nowhere else []
@@ -288,38 +250,27 @@ def _follow(
     return replace(same, notes=(*same.notes, *notes), added=tuple(added))
 
 
-def _pad(
-    base: Checkpoint,
-    experts: tuple[Checkpoint, ...],
-    names: list[str],
-    tokens: Sequence[dict[str, int] | None],
-    tokenizer: Path | None,
-) -> Reconciled:
-    every = (base, *experts)
-    if any(own is None for own in tokens):
-        largest = max(every, key=lambda c: c.specs[names[0]].shape[0])
-        rows = largest.specs[names[0]].shape[0]
-        folder = tokenizer or (None if largest is base else largest.folder)
-        return _RowMap(base, experts, names, [None] * len(every), rows, None).reconcile(folder)
-    known = [own for own in tokens if own is not None]
+def _pad(models: Vocabularies, tokenizer: Path | None) -> Reconciled:
+    if None in models.tokens:
+        largest = max(range(len(models.every)), key=models.count_rows)
+        folder = tokenizer or (models.every[largest].folder if largest else None)
+        unread = replace(models, tokens=[None] * len(models.every))
+        return RowMap(unread, models.count_rows(largest), None).reconcile(folder)
+    known = [own or {} for own in models.tokens]
     union = set().union(*known)
     if tokenizer is not None:
-        wanted = _choose_tokens(tokenizer, every, known)
+        wanted = _choose_tokens(tokenizer, models)
         nowhere = wanted.keys() - union
         if nowhere:
             raise InputError(
                 f"no model has a row for {len(nowhere)} tokens of {tokenizer} ({join_names(nowhere)})"
             )
-        rows = max(
-            max(wanted.values()) + 1, *(c.specs[names[0]].shape[0] for c in every if c.folder == tokenizer), 0
-        )
-        return _RowMap(base, experts, names, tokens, rows, wanted).reconcile(tokenizer)
-    for checkpoint, own in zip(every, known, strict=True):
+        rows = max(max(wanted.values()) + 1, models.count_rows_of(tokenizer))
+        return RowMap(models, rows, wanted).reconcile(tokenizer)
+    for position, own in enumerate(known):
         if own.keys() >= union:
-            rows = checkpoint.specs[names[0]].shape[0]
-            return _RowMap(base, experts, names, tokens, rows, own).reconcile(
-                None if checkpoint is base else checkpoint.folder
-            )
+            folder = models.every[position].folder if position else None
+            return RowMap(models, models.count_rows(position), own).reconcile(folder)
     raise InputError(
         f"embeddings=pad: no tokenizer here knows all {len(union)} tokens: set tokenizer_from=… to a folder "
         "whose tokenizer does (an expert's name, if the other experts' own tokens may be dropped), "
@@ -327,12 +278,10 @@ def _pad(
     )
 
 
-def _choose_tokens(
-    tokenizer: Path, every: Sequence[Checkpoint], known: Sequence[dict[str, int]]
-) -> dict[str, int]:
+def _choose_tokens(tokenizer: Path, models: Vocabularies) -> dict[str, int]:
     """The result's tokens: a model's own are those that have a row there."""
-    for checkpoint, own in zip(every, known, strict=True):
-        if checkpoint.folder == tokenizer:
+    for checkpoint, own in zip(models.every, models.tokens, strict=True):
+        if checkpoint.folder == tokenizer and own is not None:
             return own
     wanted = read_tokens(tokenizer)
     if wanted is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mergekit_lab.checkpoints.checkpoint import Checkpoint, TensorSpec, View
+from mergekit_lab.checkpoints.checkpoint import Checkpoint, Entry, TensorSpec, View
 from mergekit_lab.errors import InputError, join_names
 
 
@@ -72,13 +72,33 @@ class Reconciled:
 
 
 @dataclass(frozen=True)
-class _RowMap:
-    """Which row of each checkpoint is which row of the result."""
+class Vocabularies:
+    """Models under the same names, the base first, and their tokens.
 
-    base: Checkpoint
-    experts: tuple[Checkpoint, ...]
+    Attributes:
+        every: the models.
+        names: of tensors with one row a token.
+        tokens: row of each token in each model; None where its tokenizer cannot be read.
+    """
+
+    every: tuple[Checkpoint, ...]
     names: Sequence[str]
     tokens: Sequence[dict[str, int] | None]
+
+    def count_rows(self, position: int) -> int:
+        return self.every[position].specs[self.names[0]].shape[0]
+
+    def count_rows_of(self, folder: Path) -> int:
+        """The most that a model of a folder has; 0 without one."""
+        every = enumerate(self.every)
+        return max((self.count_rows(n) for n, model in every if model.folder == folder), default=0)
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """Which row of each model is which row of the result."""
+
+    models: Vocabularies
     rows: int
     wanted: dict[str, int] | None
     plan: TokenPlan | None = None
@@ -87,10 +107,9 @@ class _RowMap:
     _new: dict[str, Tensor] = field(default_factory=dict)
 
     def map(self, position: int) -> Tensor:
-        """Row of checkpoint `position` (0: the base) for each row of the result, −1 where it has none."""
+        """Row of model `position` (0: the base) for each row of the result, −1 where it has none."""
         if position not in self._maps:
-            checkpoint = (self.base, *self.experts)[position]
-            own, size = self.tokens[position], checkpoint.specs[self.names[0]].shape[0]
+            own, size = self.models.tokens[position], self.models.count_rows(position)
             rows = torch.full((self.rows,), -1)
             if own is None or self.wanted is None:
                 rows[: min(size, self.rows)] = torch.arange(min(size, self.rows))
@@ -109,7 +128,7 @@ class _RowMap:
     @cached_property
     def _fill(self) -> Tensor:
         """Rows of each checkpoint whose mean is the row of models that lack it, −1 where it has none in it."""
-        rows = torch.stack([self.map(position) for position in range(1 + len(self.experts))])
+        rows = torch.stack([self.map(position) for position in range(len(self.models.every))])
         plan = self.plan or TokenPlan()
         if plan.based:
             rows[1:, rows[0] >= 0] = -1
@@ -126,15 +145,15 @@ class _RowMap:
     @cached_property
     def _mixed(self) -> Tensor:
         """Which rows some model lacks that are not simply the base's."""
-        owned = torch.stack([self.takes(position) for position in range(1 + len(self.experts))])
+        owned = torch.stack([self.takes(position) for position in range(len(self.models.every))])
         return ~owned.all(0) & (self._fill[1:] >= 0).any(0)
 
     def _find_row(self, token: str, position: int, source: str | int | None) -> int:
-        checkpoint, known = (self.base, *self.experts)[position], self.tokens[position] or {}
+        known = self.models.tokens[position] or {}
         row = known.get(token if source is None else source) if not isinstance(source, int) else source
-        if row is None or not 0 <= row < checkpoint.specs[self.names[0]].shape[0]:
+        if row is None or not 0 <= row < self.models.count_rows(position):
             missing = repr(token) if source is None else f"{source!r}, which is to be {token!r}"
-            raise InputError(f"{checkpoint.label!r} has no row for the token {missing}")
+            raise InputError(f"{self.models.every[position].label!r} has no row for the token {missing}")
         return row
 
     def takes(self, position: int) -> Tensor:
@@ -147,8 +166,8 @@ class _RowMap:
 
     def move(self, position: int, name: str) -> Tensor:
         """The tensor of a checkpoint with the result's rows."""
-        base = self.base[name]
-        values = self.experts[position - 1][name] if position else base
+        base = self.models.every[0][name]
+        values = self.models.every[position][name] if position else base
         out = base.new_zeros((self.rows, *base.shape[1:]), dtype=torch.promote_types(base.dtype, values.dtype))
         mine, same, mixed = self.takes(position), self._fill[0], self._mixed
         out[same >= 0] = base[same[same >= 0]].to(out.dtype)
@@ -163,9 +182,9 @@ class _RowMap:
         return out
 
     def _average(self, name: str, at: Tensor) -> Tensor:
-        shape = (int(at.sum()), *self.base.specs[name].shape[1:])
+        shape = (int(at.sum()), *self.models.every[0].specs[name].shape[1:])
         total, count = torch.zeros(shape), torch.zeros(shape[0], *[1] * (len(shape) - 1))
-        for checkpoint, rows in zip((self.base, *self.experts), self._fill[:, at], strict=True):
+        for checkpoint, rows in zip(self.models.every, self._fill[:, at], strict=True):
             has = rows >= 0
             if bool(has.any()):
                 total[has] += checkpoint[name][rows[has]].float()
@@ -174,7 +193,6 @@ class _RowMap:
 
     def move_side(self, position: int, checkpoint: Checkpoint) -> Checkpoint:
         """A side input shaped like the expert's tensors: nothing is known of rows that the expert lacks."""
-        names = [n for n in self.names if n in checkpoint]
 
         def read(name: str) -> Tensor:
             values = checkpoint[name]
@@ -183,37 +201,36 @@ class _RowMap:
             out[mine] = values[self.map(position + 1)[mine]]
             return out
 
-        return View(checkpoint, self._make_specs(checkpoint, names), {n: partial(read, n) for n in names})
+        specs = {name: checkpoint.specs[name] for name in self.models.names if name in checkpoint}
+        entries = {name: self._resize(spec, spec.dtype, partial(read, name)) for name, spec in specs.items()}
+        return View(checkpoint, {**checkpoint.list_entries(), **entries})
 
-    def _make_specs(self, checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, TensorSpec]:
-        changed = {n: checkpoint.specs[n] for n in names}
-        resized = {n: TensorSpec((self.rows, *s.shape[1:]), s.dtype) for n, s in changed.items()}
-        return {name: resized.get(name, spec) for name, spec in checkpoint.specs.items()}
+    def _resize(self, spec: TensorSpec, dtype: torch.dtype, read: Callable[[], Tensor]) -> Entry:
+        return Entry(TensorSpec((self.rows, *spec.shape[1:]), dtype), read)
 
-    def _view(self, checkpoint: Checkpoint, read: Mapping[str, Callable[[], Tensor]]) -> Checkpoint:
-        specs = self._make_specs(checkpoint, read)
-        for name in read:
-            kinds = (self.base.specs[name].dtype, checkpoint.specs[name].dtype)
-            specs[name] = TensorSpec(specs[name].shape, torch.promote_types(*kinds))
-        return View(checkpoint, specs, read)
+    def _view(self, position: int) -> Checkpoint:
+        base, model = self.models.every[0], self.models.every[position]
+        entries = model.list_entries()
+        for name in self.models.names:
+            spec = entries[name].spec
+            dtype = torch.promote_types(base.specs[name].dtype, spec.dtype)
+            entries[name] = self._resize(spec, dtype, partial(self.move, position, name))
+        return View(model, entries)
 
     def reconcile(self, tokenizer: Path | None) -> Reconciled:
         len(self._fill)  # refuses what cannot be found
-        base = self._view(self.base, {n: partial(self.move, 0, n) for n in self.names})
-        experts = tuple(
-            self._view(expert, {n: partial(self.move, position, n) for n in self.names})
-            for position, expert in enumerate(self.experts, 1)
-        )
-        by = "row" if self.wanted is None or None in self.tokens else "token"
-        notes = [f"{join_names(self.names)}: {self.rows} rows, matched by {by}"]
-        for position, expert in enumerate(self.experts, 1):
-            size, used = expert.specs[self.names[0]].shape[0], int((self.map(position) >= 0).sum())
+        models = self.models
+        base, *experts = map(self._view, range(len(models.every)))
+        by = "row" if self.wanted is None or None in models.tokens else "token"
+        notes = [f"{join_names(models.names)}: {self.rows} rows, matched by {by}"]
+        for position, expert in enumerate(experts, 1):
+            size, used = models.count_rows(position), int((self.map(position) >= 0).sum())
             if not used:
                 raise InputError(
                     f"no token of {expert.label!r} is in the vocabulary of the result: is its tokenizer right?"
                 )
             notes.append(f"{expert.label}: {used} of its {size} rows are in the result")
-        before, after = self.tokens[0], self.wanted
+        before, after = models.tokens[0], self.wanted
         if before and after and after is not before:
             moved = [token for token, row in before.items() if after.get(token, row) != row]
             if moved:
@@ -222,5 +239,5 @@ class _RowMap:
                     f"({join_names(moved, 4)}); ids in config.json other than begin, end and padding are still "
                     "the base's"
                 )
-        rows = self.rows if self.rows != self.base.specs[self.names[0]].shape[0] else None
-        return Reconciled(base, experts, (), rows, tokenizer, self.move_side, tuple(notes))
+        rows = self.rows if self.rows != models.count_rows(0) else None
+        return Reconciled(base, tuple(experts), (), rows, tokenizer, self.move_side, tuple(notes))

@@ -1,28 +1,32 @@
 """What can be done with checkpoints that are there: no run, no store.
 
-A command is a frozen dataclass. Its fields are its configuration, `conf/NAME.yaml`, and `run` does the work.
+A command is a frozen dataclass, or a function. Its fields, or arguments, are its configuration,
+`conf/NAME.yaml`; of a dataclass `run` does the work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import make_dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from mergekit_lab.errors import InputError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from omegaconf import DictConfig
+
+log = logging.getLogger(__name__)
 
 COMMANDS = {
     "merge_checkpoints": "MergeCheckpoints",
-    "expand": "Expand",
-    "extract": "Extract",
+    "expand": "expand",
+    "extract": "extract",
     "diagnose": "Diagnose",
 }
-"""The dataclass of each command, in the file of the command's name."""
+"""The dataclass or function of each command, in the file of the command's name."""
 _BASE = "base=<folder, file or hub id>"
 _OUT = "out=<folder>"
 _NEEDED = {
@@ -37,11 +41,6 @@ _NEEDED = {
     "diagnose": {"base": _BASE, "experts": "experts=[a,b] or experts=@list.txt"},
 }
 """What each command cannot do without, and how it is set."""
-
-
-def list_arguments(command: Any) -> dict[str, Any]:
-    """A command's configuration as arguments of the function that does the same from Python."""
-    return {name: value for name, value in vars(command).items() if name not in ("command", "run_dir")}
 
 
 def refuse_unset(cfg: DictConfig) -> None:
@@ -77,5 +76,35 @@ def load_command(name: str) -> Callable[[DictConfig, Path], None]:
 
 
 def find_command_class(name: str) -> Any:
-    """A command's dataclass."""
-    return getattr(import_module(f"mergekit_lab.commands.{name}"), COMMANDS[name])
+    """A command's dataclass; of a function one with its arguments."""
+    command = getattr(import_module(f"mergekit_lab.commands.{name}"), COMMANDS[name])
+    if isinstance(command, type):
+        return command
+    settings = derive_settings(name, command)
+
+    def run(self: Any, folder: Path) -> None:
+        arguments = {key: value for key, value in vars(self).items() if key not in ("command", "run_dir")}
+        log.info("%s made %s", name, command(**arguments))
+
+    settings.run = run
+    return settings
+
+
+def derive_settings(name: str, function: Callable[..., Any], left_out: Sequence[str] = ()) -> Any:
+    """A dataclass of a command's keys: the arguments of the function that does the same from Python.
+
+    Args:
+        left_out: arguments that are no keys.
+    """
+    import torch
+
+    from mergekit_lab.merging.devices import Devices
+    from mergekit_lab.merging.inputs import Source, Sources
+
+    plain: dict[Any, Any] = {Source: str, str | Path: str, Devices: str | int | list[str | int]}
+    plain |= {Sources: Any, Sources | None: Any, str | Path | None: str | None}
+    plain[str | torch.dtype | None] = str | None
+    hints = get_type_hints(function, include_extras=True)
+    keys = [(key, plain.get(hint, hint)) for key, hint in hints.items() if key not in {*left_out, "return"}]
+    keys = [(key, hint | None if key in _NEEDED[name] else hint) for key, hint in keys]
+    return make_dataclass(name, [("command", Literal[name]), *keys, ("run_dir", str)], frozen=True)

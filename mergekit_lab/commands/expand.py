@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
 
-from annotated_types import Ge
 from rich.progress import track
 
 from mergekit_lab.checkpoints import (
@@ -27,13 +23,11 @@ from mergekit_lab.checkpoints.model_files import measure_files
 from mergekit_lab.checkpoints.plain_files import read_json
 from mergekit_lab.checkpoints.publish import RECORD, check_out
 from mergekit_lab.checkpoints.shards import MAX_SHARD_BYTES, plan_files
-from mergekit_lab.commands import list_arguments
 from mergekit_lab.commands.prepared import plan_output
 from mergekit_lab.console import is_watched
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.inputs import Source
-
-log = logging.getLogger(__name__)
+from mergekit_lab.ranges import Count
 
 
 def expand(
@@ -44,7 +38,7 @@ def expand(
     tasks: Sequence[str] | None = None,
     coefficient: float | None = None,
     overwrite: bool = False,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: Count = MAX_SHARD_BYTES,
     progress: bool | None = None,
 ) -> Path:
     """Make the model that a merge with `format="low_rank"` stored, or a task's of `format="per_task"`.
@@ -102,23 +96,3 @@ def _make_card(folder: Path, title: str, model: LowRank, tasks: Sequence[str] | 
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{folder / RECORD} is not what a merge writes ({error!r})") from None
     return card
-
-
-@dataclass(frozen=True)
-class Expand:
-    """The configuration of the command; `expand` says what its keys are."""
-
-    command: Literal["expand"]
-    low_rank: str | None
-    base: str | None
-    out: str | None
-    tasks: list[str] | None
-    coefficient: float | None
-    overwrite: bool
-    max_shard_bytes: Annotated[int, Ge(1)]
-    progress: bool
-    run_dir: str
-
-    def run(self, folder: Path) -> None:
-        """Expand; `folder` stays empty."""
-        log.info("expanded %s into %s", self.low_rank, expand(**list_arguments(self)))

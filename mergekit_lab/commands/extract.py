@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le
-
-from mergekit_lab.commands import list_arguments
 from mergekit_lab.commands.merge_checkpoints import merge
 from mergekit_lab.merging import TaskArithmetic
 from mergekit_lab.merging.devices import Devices
 from mergekit_lab.merging.inputs import Source
-
-log = logging.getLogger(__name__)
+from mergekit_lab.ranges import Count, Share
 
 
 def extract(
@@ -24,8 +17,8 @@ def extract(
     expert: Source,
     out: str | Path,
     *,
-    rank: int | None = None,
-    energy: float | None = None,
+    rank: Count | None = None,
+    energy: Share | None = None,
     include: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
     dtype: str | None = None,
@@ -61,28 +54,3 @@ def extract(
         energy=energy, include=include, exclude=exclude, dtype=dtype, device=device, overwrite=overwrite,
         push_to=push_to, push_private=push_private, progress=progress,
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Extract:
-    """The configuration of the command; `extract` says what its keys are."""
-
-    command: Literal["extract"]
-    base: str | None
-    expert: str | None
-    out: str | None
-    rank: Annotated[int, Ge(1)] | None
-    energy: Annotated[float, Gt(0), Le(1)] | None
-    include: list[str] | None
-    exclude: list[str]
-    dtype: str | None
-    device: str | int | list[str | int]
-    overwrite: bool
-    push_to: str | None
-    push_private: bool
-    progress: bool
-    run_dir: str
-
-    def run(self, folder: Path) -> None:
-        """Extract; `folder` stays empty."""
-        log.info("extracted what %s changed into %s", self.expert, extract(**list_arguments(self)))

@@ -106,7 +106,9 @@ def write_recipe(prepared: Prepared) -> str:
         name, weights = "linear", [1.0] * len(experts) if method.weights is None else weights
     elif type(method) is TaskArithmetic:
         name, parameters = "task_arithmetic", {"lambda": method.scale}
-    elif type(method) is TIES and _is_mergekits(method):
+    elif type(method) is TIES and (method.preset, method.election) == ("mergekit", "mass"):
+        if method.aggregator == "max":
+            return ""
         name = "ties"
         parameters = {
             "density": method.density,
@@ -128,11 +130,6 @@ def write_recipe(prepared: Prepared) -> str:
     if prepared.dtype is not None:
         recipe["dtype"] = prepared.dtype_name
     return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
-
-
-def _is_mergekits(method: TIES) -> bool:
-    """Whether mergekit's TIES has these settings."""
-    return method.preset == "mergekit" and method.election == "mass" and method.aggregator != "max"
 
 
 def _find_pipeline(prepared: Prepared) -> tuple[str, str, str] | None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from annotated_types import Ge, Gt, Le
 
 from mergekit_lab.checkpoints import check_push
 from mergekit_lab.checkpoints.publish import check_out
 from mergekit_lab.checkpoints.shards import MAX_SHARD_BYTES
+from mergekit_lab.commands import derive_settings
 from mergekit_lab.commands.prepare import prepare
 from mergekit_lab.commands.prepared import Prepared
 from mergekit_lab.commands.sources import list_local_paths, read_sources
@@ -24,7 +25,7 @@ from mergekit_lab.errors import InputError, say_bytes
 from mergekit_lab.merging import Method
 from mergekit_lab.merging.devices import Devices
 from mergekit_lab.merging.inputs import Source, Sources, list_patterns
-from mergekit_lab.ranges import require
+from mergekit_lab.ranges import Count, Share, require
 from mergekit_lab.schema.target import Target, without_null_coefficient
 
 if TYPE_CHECKING:
@@ -51,10 +52,10 @@ def merge(
     allow_config_mismatch: Sequence[str] = (),
     buffers: Literal["merge", "base"] = "merge",
     overwrite: bool = False,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: Count = MAX_SHARD_BYTES,
     format: Literal["dense", "low_rank", "per_task", "adapter"] = "dense",
-    rank: int | None = None,
-    energy: float | None = None,
+    rank: Count | None = None,
+    energy: Share | None = None,
     metrics: Mapping[str, float] | None = None,
     push_to: str | None = None,
     push_private: bool = True,
@@ -119,8 +120,10 @@ def merge(
 
 
 @dataclass(frozen=True)
-class MergeCheckpoints:
-    """The configuration of the command; `merge` says what its keys are.
+class MergeCheckpoints(
+    derive_settings("merge_checkpoints", merge, left_out=("method", "statistics"))  # type: ignore[misc]
+):
+    """The configuration of the command: the arguments of `merge`, and these.
 
     Args:
         recipe: a mergekit YAML in place of `base`, `experts` and `merger`.
@@ -130,34 +133,10 @@ class MergeCheckpoints:
         seed: of a recipe's methods that draw random numbers.
     """
 
-    command: Literal["merge_checkpoints"]
-    base: str | None
-    experts: Any
-    out: str | None
     recipe: str | None
     merger: Target[Method] | None
-    fishers: Any
-    grams: Any
-    include: list[str] | None
-    exclude: list[str]
-    embeddings: Literal["intersect", "pad", "base"] | None
-    tokenizer_from: str | None
-    allow_config_mismatch: list[str]
-    buffers: Literal["merge", "base"]
-    dtype: str | None
-    format: Literal["dense", "low_rank", "per_task", "adapter"]
-    rank: Annotated[int, Ge(1)] | None
-    energy: Annotated[float, Gt(0), Le(1)] | None
-    metrics: dict[str, float] | None
-    push_to: str | None
-    push_private: bool
     dry_run: bool
-    overwrite: bool
-    max_shard_bytes: Annotated[int, Ge(1)]
-    device: str | int | list[str | int]
     seed: int
-    progress: bool
-    run_dir: str
 
     def run(self, folder: Path) -> None:
         """Merge, or with `dry_run` say whether it would work.
@@ -178,13 +157,14 @@ class MergeCheckpoints:
         prepared = replace(prepared, notes=[*notes, *prepared.notes])
         check_format(prepared, self.format, self.rank, self.energy)
         if self.dry_run or out is None:
-            _print_report(prepared, out, self.overwrite, self.format)
+            from mergekit_lab.commands.dry_run import report
+
+            result = report(prepared, out, self.overwrite, self.format)
+            print(result.format_text())
+            if not result.works:
+                raise InputError("the merge would not work: see the problems above")
             return
-        write(
-            prepared, out, overwrite=self.overwrite, format=self.format, rank=self.rank, energy=self.energy,
-            metrics=self.metrics or {},
-            progress=self.progress, recipe=recipe, push_to=self.push_to, push_private=self.push_private,
-        )  # fmt: skip
+        write(prepared, **{**self._select_for(write), "out": out, "recipe": recipe})
         for note in prepared.notes:
             log.info("%s", note)
         total = sum(path.stat().st_size for path in out.expanduser().iterdir())
@@ -197,14 +177,13 @@ class MergeCheckpoints:
         Args:
             folder: for the models that a recipe's other documents make. None: they are not made.
         """
-        settings = {
-            "dtype": self.dtype,
-            "embeddings": self.embeddings,
-            "tokenizer_from": self.tokenizer_from,
-        }
         if self.recipe is None:
+            from mergekit_lab.schema.check import build
+
+            assert self.merger is not None
+            method = build(without_null_coefficient(self.merger)[0], Method)
             experts = read_sources(self.experts, "experts")
-            return {"base": self.base, "experts": experts, "method": self._make_method(), **settings}, (), None
+            return {"base": self.base, "experts": experts, "method": method}, (), None
         from mergekit_lab.commands.recipes import read_recipe
 
         clashing = [name for name in ("base", "experts", "merger") if getattr(self, name)]
@@ -214,44 +193,23 @@ class MergeCheckpoints:
         if folder is not None:
             for name, document in recipe.documents.items():
                 log.info("merging %s, which the recipe needs", name)
-                arguments = _make_arguments(document, settings)
-                write(self._prepare(arguments), folder / name, progress=self.progress)
-        return _make_arguments(recipe, settings), recipe.notes, recipe.text
+                write(self._prepare(self._read_recipe(document)), folder / name, progress=self.progress)
+        return self._read_recipe(recipe), recipe.notes, recipe.text
+
+    def _read_recipe(self, recipe: Recipe) -> dict[str, Any]:
+        """A recipe as arguments of `prepare`. A setting of the command line counts before the recipe's."""
+        names = ("dtype", "embeddings", "tokenizer_from")
+        own = {name: getattr(self, name) or getattr(recipe, name) for name in names}
+        own |= {name: getattr(recipe, name) for name in ("base", "experts", "chat_template", "tokens")}
+        return own | {"method": recipe.make_method}
 
     def _prepare(self, inputs: Mapping[str, Any]) -> Prepared:
         sides = {"fisher": self.fishers, "gram": self.grams}
-        return prepare(
-            **inputs,
-            statistics={
-                kind: read_sources(value, f"{kind}s") for kind, value in sides.items() if value is not None
-            },
-            include=self.include,
-            exclude=self.exclude,
-            device=self.device,
-            max_shard_bytes=self.max_shard_bytes,
-            allow_config_mismatch=self.allow_config_mismatch,
-            buffers=self.buffers,
-            read=not self.dry_run,
-        )
+        statistics = {kind: read_sources(v, f"{kind}s") for kind, v in sides.items() if v is not None}
+        own = {"statistics": statistics, "read": not self.dry_run}
+        return prepare(**{**self._select_for(prepare), **inputs, **own})
 
-    def _make_method(self) -> Method:
-        from mergekit_lab.schema.check import build
-
-        assert self.merger is not None
-        return build(without_null_coefficient(self.merger)[0], Method)
-
-
-def _make_arguments(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe as arguments of `prepare`. A setting of the command line counts before the recipe's."""
-    own = {name: value or getattr(recipe, name) for name, value in settings.items()}
-    own |= {"chat_template": recipe.chat_template, "tokens": recipe.tokens}
-    return {"base": recipe.base, "experts": recipe.experts, "method": recipe.make_method, **own}
-
-
-def _print_report(prepared: Prepared, out: Path | None, overwrite: bool, format: str) -> None:
-    from mergekit_lab.commands.dry_run import report
-
-    result = report(prepared, out, overwrite, format)
-    print(result.format_text())
-    if not result.works:
-        raise InputError("the merge would not work: see the problems above")
+    def _select_for(self, function: Callable[..., Any]) -> dict[str, Any]:
+        """The settings that a function takes under the same names."""
+        taken = inspect.signature(function).parameters
+        return {name: value for name, value in vars(self).items() if name in taken}

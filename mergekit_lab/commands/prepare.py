@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,15 +94,24 @@ def prepare(
     config_notes, problems = compare_configs(origin, opened, allow_config_mismatch, is_merged)
     notes += [*opener.notes, *config_notes]
     problems = [*opener.problems, *problems]
+    reconciled, wanted = Reconciled(origin, tuple(opened.values())), None
+    try:
+        wanted = _find_tokenizer_folder(tokenizer_from, origin, opened)
+        same = reconcile(origin, list(opened.values()), embeddings, wanted, is_merged, tokens)
+        _check_tokenizer(wanted, same.base)
+        reconciled = same
+    except InputError as error:
+        problems.append(str(error))
     if problems and read:
         raise InputError("\n".join(problems))
-    reconciled, wanted_tokenizer, more_problems = _reconcile(
-        origin, opened, embeddings, tokenizer_from, is_merged, tokens
-    )
-    problems += more_problems
-    if problems and read:
-        raise InputError("\n".join(problems))
-    tokenizer_folder = wanted_tokenizer or reconciled.tokenizer or origin.folder
+    side: dict[str, dict[str, Checkpoint]] = {}
+    for kind, listed in (statistics or {}).items():
+        by_name = inputs.name_sources(listed, kind, tuple(named))
+        side[kind] = {
+            n: reconciled.side(at, open_checkpoint(by_name[n], f"{kind} of {n}", headers_only=not read))
+            for at, n in enumerate(named)
+        }
+    tokenizer_folder = wanted or reconciled.tokenizer or origin.folder
     tokenizer_source = _name_tokenizer_source(tokenizer_from, reconciled.tokenizer, opened)
     folders = {name: expert.folder for name, expert in opened.items()}
     notes += reconciled.notes
@@ -111,7 +121,7 @@ def prepare(
         experts=dict(zip(named, reconciled.experts, strict=True)),
         origin=origin,
         opened=opened,
-        side=_open_side_inputs(statistics or {}, tuple(named), reconciled, read),
+        side=side,
         method=method if isinstance(method, Method) else method(reconciled.base),
         device=devices,
         dtype=dtype,
@@ -136,53 +146,14 @@ def prepare(
     )
 
 
-def _reconcile(
-    base: Checkpoint,
-    experts: Mapping[str, Checkpoint],
-    embeddings: str | None,
-    tokenizer_from: str | Path | None,
-    is_merged: Callable[[str], bool],
-    tokens: TokenPlan | None,
-) -> tuple[Reconciled, Path | None, list[str]]:
-    """Bring base and experts to one vocabulary.
-
-    Returns:
-        Both, as they were if that is impossible; the folder that `tokenizer_from` names; why it is impossible.
-    """
-    tokenizer = None
-    try:
-        tokenizer = _find_tokenizer_folder(tokenizer_from, base, experts)
-        reconciled = reconcile(base, list(experts.values()), embeddings, tokenizer, is_merged, tokens)
-        _check_tokenizer(tokenizer, reconciled.base)
-    except InputError as error:
-        return Reconciled(base, tuple(experts.values())), tokenizer, [str(error)]
-    return reconciled, tokenizer, []
-
-
-def _open_side_inputs(
-    statistics: Mapping[str, Sources], experts: Sequence[str], reconciled: Reconciled, read: bool
-) -> dict[str, dict[str, Checkpoint]]:
-    """By kind and expert, with the vocabulary that base and experts have."""
-    side_inputs: dict[str, dict[str, Checkpoint]] = {}
-    for kind, sources in statistics.items():
-        by_name = inputs.name_sources(sources, kind, tuple(experts))
-        side_inputs[kind] = {
-            name: reconciled.side(
-                position, open_checkpoint(by_name[name], f"{kind} of {name}", headers_only=not read)
-            )
-            for position, name in enumerate(experts)
-        }
-    return side_inputs
-
-
+@dataclass
 class _Opener:
     """Opens inputs. Collects notes and problems of their configurations."""
 
-    def __init__(self, read: bool, allowed: Sequence[str]) -> None:
-        self.read = read
-        self.allowed = allowed
-        self.notes: list[str] = []
-        self.problems: list[str] = []
+    read: bool
+    allowed: Sequence[str]
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
     def open(self, name: str, source: Source | Adapter | Arranged, base: Checkpoint | None) -> Checkpoint:
         if isinstance(source, Arranged):
@@ -191,7 +162,7 @@ class _Opener:
             opened = open_checkpoint(source, name, base=base, headers_only=not self.read)
             adapter = find_adapter(opened)
             if adapter is not None and base is not None:
-                self.notes += _doubt_base(name, adapter.info.base_name, base)
+                self.notes += _doubt_base(name, adapter.base_name, base)
             if adapter is not None and adapter.source and (beside := find_weights(adapter.source)):
                 self.notes.append(
                     f"{name}: its adapter was read, the model next to it ({beside[0].name}) was not"

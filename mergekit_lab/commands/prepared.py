@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from mergekit_lab.checkpoints import TRANSFORMERS, Checkpoint, TensorSpec
 from mergekit_lab.checkpoints.inspection import plan_specs
+from mergekit_lab.checkpoints.layers import LayerRange
 from mergekit_lab.checkpoints.libraries import Library, find_library
 from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.merging import Method
@@ -26,23 +27,15 @@ class Adapter:
     adapter: str | Path
 
 
-class Piece(NamedTuple):
-    """Layers of a model from `first` to before `stop`."""
-
-    model: Source | Adapter | Arranged
-    first: int
-    stop: int
-
-
 @dataclass(frozen=True)
 class Arranged:
     """A model put together of layers of others; the first has the configuration and the tokenizer.
 
     Attributes:
-        pieces: in the order of the result's layers.
+        pieces: in the order of the result's layers, of models that are not open.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LayerRange, ...]
 
 
 @dataclass(frozen=True)
@@ -103,22 +96,10 @@ class Prepared:
         """Patterns of everything that is not merged."""
         return [*self.exclude, *(escape(name) for name in self.kept)]
 
-    def plan(self, left_out: Sequence[str]) -> FilePlan:
-        """What is written; `left_out` are second names of tied weights."""
-        return plan_output(self.base, self.dtype, left_out, self.max_shard_bytes)
-
-
-class FilePlan(NamedTuple):
-    """What is written, the sizes of files and their names."""
-
-    specs: dict[str, TensorSpec]
-    max_bytes: int
-    stem: str
-
 
 def plan_output(
     base: Checkpoint, dtype: torch.dtype | None, left_out: Sequence[str], max_shard_bytes: int
-) -> FilePlan:
+) -> tuple[dict[str, TensorSpec], int, str]:
     """How a model with the base's tensors is written, so that the base's library loads it: transformers without
     second names of tied weights, open_clip in one file, diffusers under its own name."""
     library = find_library(base)
@@ -128,7 +109,7 @@ def plan_output(
     stem = (library or TRANSFORMERS).stem
     if library is TRANSFORMERS and _DIFFUSERS_KEY in read_config(base.folder):
         stem = "diffusion_pytorch_model"
-    return FilePlan(specs, max_shard_bytes, stem)
+    return specs, max_shard_bytes, stem
 
 
 _DIFFUSERS_KEY = "_class_name"

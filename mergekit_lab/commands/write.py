@@ -37,7 +37,7 @@ from mergekit_lab.checkpoints.model_files import measure_files
 from mergekit_lab.checkpoints.publish import check_out
 from mergekit_lab.checkpoints.shards import plan_files
 from mergekit_lab.commands.hub_card import describe_for_hub, say_command, say_usage, write_recipe
-from mergekit_lab.commands.prepared import Prepared
+from mergekit_lab.commands.prepared import Prepared, plan_output
 from mergekit_lab.errors import InputError, join_names, say_bytes
 from mergekit_lab.machine import count_free_bytes
 from mergekit_lab.merging import merge_factors, merge_tensors, require_factors
@@ -92,7 +92,8 @@ def _write_model(
 ) -> None:
     notes: Notes = {}
     if format == "dense":
-        specs, limit, stem = prepared.plan(list(prepared.base.find_ties()))
+        ties = list(prepared.base.find_ties())
+        specs, limit, stem = plan_output(prepared.base, prepared.dtype, ties, prepared.max_shard_bytes)
         tensors = merge_tensors(**_collect_arguments(prepared), dtype=prepared.dtype, notes=notes)
     else:
         specs, tensors = merge_factors(**_collect_arguments(prepared), notes=notes)
@@ -119,7 +120,9 @@ def _write_model(
                 for name in written:
                     bar.advance(task, work[name])
         if format != "dense":
-            beside |= _make_low_rank_record(prepared).make_files()
+            origin = fingerprint(prepared.origin, prepared.base_source)
+            settings = (prepared.method.scale, prepared.dtype_name, prepared.base.find_ties(), origin)
+            beside |= LowRankRecord(list(prepared.experts), *settings).make_files()
         beside |= make_card(_summarize_notes(notes)).make_files()
         planned |= write_files(beside, folder)
 
@@ -152,7 +155,7 @@ def _write_adapter(
 
 def _name_base(prepared: Prepared) -> str:
     """What an adapter calls its base: the hub id of all experts' adapters, or the base's; no local path."""
-    names = {folded.info.base_name for e in prepared.experts.values() if (folded := find_adapter(e))}
+    names = {folded.base_name for e in prepared.experts.values() if (folded := find_adapter(e))}
     name = names.pop() if len(names) == 1 else prepared.base_source
     return name.split("@")[0] if parse_hub_id(name) else ""
 
@@ -184,16 +187,6 @@ def check_format(prepared: Prepared, format: str, rank: int | None = None, energ
         if prepared.base.untied:
             untied = join_names(prepared.base.untied)
             raise InputError(f"format={format} stores only changes to the base, but an expert unties {untied}")
-
-
-def _make_low_rank_record(prepared: Prepared) -> LowRankRecord:
-    return LowRankRecord(
-        experts=list(prepared.experts),
-        coefficient=prepared.method.scale,
-        dtype=prepared.dtype_name,
-        tied=prepared.base.find_ties(),
-        base=fingerprint(prepared.origin, prepared.base_source),
-    )
 
 
 def _write_tensor(writer: ShardedWriter, name: str, tensor: Tensor) -> str:

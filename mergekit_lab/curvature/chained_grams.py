@@ -12,8 +12,9 @@ the layers. Here that is the mean, as in RegMean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +26,8 @@ from mergekit_lab.curvature.gram import InputSums, list_keys
 from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.merging import RegMeanPlusPlus, merge_state_dicts
 
-
-class _Call(NamedTuple):
-    """How a layer was called with one batch, but for its first argument."""
-
-    others: tuple[Any, ...]
-    named: Mapping[str, Any]
+_Call = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""How a layer was called with one batch, but for its first argument."""
 
 
 @torch.no_grad()
@@ -70,6 +67,12 @@ def chained_grams(
         merged = merge_state_dicts(_pick(base, names), own, method, statistics=statistics)
         model.load_state_dict(merged, strict=False)
 
+    def run_layer(number: int, expert: str) -> Iterator[Tensor]:
+        for x, batch in zip(hidden[expert], calls[expert], strict=True):
+            others, named = batch[number]
+            output = layers[number](x, *others, **named)
+            yield output[0] if isinstance(output, tuple) else output
+
     with switch_to_evaluation(model):
         merge([name for name in base if not split_layer(name)])
         hidden: dict[str, list[Tensor]] = {}
@@ -84,26 +87,17 @@ def chained_grams(
             for expert, state in experts.items():
                 layer.load_state_dict({n.removeprefix(prefix): state[n] for n in names})
                 inside = InputSums(keys)
-                for x, call in zip(hidden[expert], calls[expert], strict=True):
-                    with inside:
-                        _ = layer(x, *call[number].others, **call[number].named)
+                with inside:
+                    deque(run_layer(number, expert), maxlen=0)
                 grams[expert] |= inside.compute_means()
             merge(names)
             for expert in experts:
-                hidden[expert] = [
-                    _take_first(layer(x, *call[number].others, **call[number].named))
-                    for x, call in zip(hidden[expert], calls[expert], strict=True)
-                ]
+                hidden[expert] = list(run_layer(number, expert))
     return grams
 
 
 def _pick(state: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
     return {name: state[name] for name in names}
-
-
-def _take_first(output: Any) -> Tensor:
-    hidden: Tensor = output[0] if isinstance(output, tuple) else output
-    return hidden
 
 
 def _find_layers(model: nn.Module) -> tuple[str, nn.ModuleList | nn.Sequential]:
@@ -131,7 +125,7 @@ def _record_calls(
             )
         if not calls[-1]:
             entered.append(args[0])
-        calls[-1].append(_Call(args[1:], kwargs))
+        calls[-1].append((args[1:], kwargs))
 
     handles = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in layers]
     try:

@@ -28,7 +28,7 @@ from mergekit_lab.curvature.recorder import Recorder
 from mergekit_lab.curvature.tape import NoRule, Tape
 from mergekit_lab.errors import join_names
 from mergekit_lab.optim.precision import widen_dtype
-from mergekit_lab.ranges import require_whole
+from mergekit_lab.ranges import Count, check_value
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def diagonal_fisher(
     Raises:
         InputError: a batch without labels, logits that do not fit them, a chunk under 1.
     """
-    require_whole("chunk", chunk, 1)
+    check_value(chunk, Count, "chunk")
     estimate = _Estimate(model, causal, torch.Generator().manual_seed(seed) if sampled else None)
     count = 0
     with switch_to_evaluation(model):

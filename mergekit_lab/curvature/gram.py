@@ -22,6 +22,8 @@ from mergekit_lab.curvature.fisher import switch_to_evaluation
 from mergekit_lab.errors import InputError
 
 _SUFFIX = "weight"
+_PRODUCTS = {functional.linear: ((0, "input"), (1, "weight")), torch.addmm: ((1, "mat1"), (2, "mat2"))}
+"""Where these take inputs and a weight; the second is transformers' Conv1D, with weights [in, out]."""
 _NORMS = (functional.layer_norm, functional.rms_norm)
 
 
@@ -40,14 +42,10 @@ class InputSums(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is functional.linear:
-            weight = args[1] if len(args) > 1 else kwargs["weight"]
+        if func in _PRODUCTS:
+            inputs, weight = (args[at] if len(args) > at else kwargs[name] for at, name in _PRODUCTS[func])
             if id(weight) in self.keys:
-                self._add(self.keys[id(weight)], args[0] if args else kwargs["input"])
-        if func is torch.addmm:  # transformers' Conv1D, with weights [in, out]
-            weight = args[2] if len(args) > 2 else kwargs["mat2"]
-            if id(weight) in self.keys:
-                self._add(self.keys[id(weight)], args[1] if len(args) > 1 else kwargs["mat1"])
+                self._add(self.keys[id(weight)], inputs)
         if func in _NORMS:
             weight = args[2] if len(args) > 2 else kwargs.get("weight")
             if id(weight) in self.keys:

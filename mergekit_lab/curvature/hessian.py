@@ -22,7 +22,7 @@ from mergekit_lab.batches import Batch, count_samples
 from mergekit_lab.curvature.fisher import switch_to_evaluation
 from mergekit_lab.curvature.likelihood import compute_logits, log_likelihood
 from mergekit_lab.errors import InputError
-from mergekit_lab.ranges import require_whole
+from mergekit_lab.ranges import require
 
 Product = Callable[[Tensor], Tensor]
 
@@ -143,10 +143,8 @@ def top_eigenvalues(
 
 def _solve_tridiagonal(diagonal: Sequence[float], beside: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Eigenvalues in descending order and eigenvectors in columns, of Lanczos' matrix."""
-    matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
-    if beside:
-        off = torch.tensor(list(beside), dtype=torch.float64)
-        matrix += torch.diag(off, 1) + torch.diag(off, -1)
+    middle, off = (torch.tensor(list(x), dtype=torch.float64) for x in (diagonal, beside))
+    matrix = torch.diag(middle) + (torch.diag(off, 1) + torch.diag(off, -1))
     values, vectors = torch.linalg.eigh(matrix)
     return values.flip(0), vectors.flip(1)
 
@@ -179,7 +177,7 @@ def trace(product: Product, like: Tensor, *, products: int = 30, seed: int = 0) 
     Raises:
         InputError: fewer than 6 products.
     """
-    require_whole("products", products, 6)
+    require(products >= 6, "products", products, "at least 6")
     third = products // 3
     generator = torch.Generator().manual_seed(seed)
 

@@ -21,7 +21,7 @@ from mergekit_lab.curvature.fisher import switch_to_evaluation
 from mergekit_lab.curvature.likelihood import compute_logits, log_likelihood
 from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.optim.precision import widen_dtype
-from mergekit_lab.ranges import require, require_whole
+from mergekit_lab.ranges import Count, check_value, require
 
 _MOMENTS = ("exp_avg", "momentum_buffer")
 
@@ -43,7 +43,7 @@ def first_moment(
         InputError: a beta or chunk out of range, or no batch.
     """
     require(0 <= beta < 1, "beta", beta, "in [0, 1)")
-    require_whole("chunk", chunk, 1)
+    check_value(chunk, Count, "chunk")
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     moments = {n: torch.zeros_like(p, dtype=widen_dtype(p)) for n, p in trained.items()}
     seen = 0

@@ -6,6 +6,7 @@ A rule takes the tape and the function's own arguments. Functions without one ge
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -93,39 +94,24 @@ def _record_conv2d(
     )
 
 
-def _record_layer_norm(
-    tape: Tape,
-    input: Tensor,
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    tape.require(tape.is_aligned(input), input, weight, bias)
-    shape = list(normalized_shape)
-    out = functional.layer_norm(input, shape, tape.detach(weight), tape.detach(bias), eps)
-    x = input.detach()
-    return tape.watch(
-        out,
-        (weight, lambda g: Ready(_sum_positions(g * functional.layer_norm(x, shape, None, None, eps), shape))),
-        (bias, lambda g: Ready(_sum_positions(g, shape))),
-    )
+def _make_norm_rule(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The rule for `layer_norm` or `rms_norm`, which take what they multiply and add by these names."""
+    parameters = signature(norm)
 
+    def record(tape: Tape, *args: Any, **kwargs: Any) -> Tensor:
+        call = parameters.bind(*args, **kwargs).arguments
+        shape, weight, bias = call["normalized_shape"], call.get("weight"), call.get("bias")
+        tape.require(tape.is_aligned(call["input"]), call["input"], weight, bias)
+        out = norm(**_replace(call, tape.detach))
+        plain = {name: value for name, value in call.items() if name not in ("weight", "bias")}
+        plain["input"] = call["input"].detach()
+        return tape.watch(
+            out,
+            (weight, lambda g: Ready(_sum_positions(g * norm(**plain), shape))),
+            (bias, lambda g: Ready(_sum_positions(g, shape))),
+        )
 
-def _record_rms_norm(
-    tape: Tape,
-    input: Tensor,
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Tensor:
-    tape.require(tape.is_aligned(input), input, weight)
-    shape = list(normalized_shape)
-    out = functional.rms_norm(input, shape, tape.detach(weight), eps)
-    x = input.detach()
-    return tape.watch(
-        out, (weight, lambda g: Ready(_sum_positions(g * functional.rms_norm(x, shape, None, eps), shape)))
-    )
+    return record
 
 
 def make_local_rule(func: Any) -> Callable[..., Tensor]:
@@ -184,8 +170,8 @@ RULES: dict[Any, Callable[..., Tensor]] = {
     Tensor.__matmul__: _matmul,
     functional.embedding: _record_embedding,
     functional.conv2d: _record_conv2d,
-    functional.layer_norm: _record_layer_norm,
-    functional.rms_norm: _record_rms_norm,
+    functional.layer_norm: _make_norm_rule(functional.layer_norm),
+    functional.rms_norm: _make_norm_rule(functional.rms_norm),
 }
 
 

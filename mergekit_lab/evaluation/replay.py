@@ -26,14 +26,11 @@ MOST_PARAMETERS = 5 * 10**7
 """A larger model keeps a card busy as it is."""
 _MOST_SHAPES = 32
 
-Arguments = Mapping[str | int, Tensor]
-"""By position or name."""
-
 
 @dataclass(frozen=True)
 class _Recording:
     graph: torch.cuda.CUDAGraph
-    inputs: dict[str | int, Tensor]
+    inputs: list[Tensor]
     output: Any
 
 
@@ -57,31 +54,34 @@ class Recordings:
             self._by_shape.clear()
             self._weights = weights
 
-    def run(self, model: nn.Module, arguments: Arguments) -> Any:
+    def run(self, model: nn.Module, args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor]) -> Any:
         """What the model makes of its arguments."""
         how = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), model.training
-        key = (how, *((name, t.shape, t.dtype) for name, t in arguments.items()))
+        tensors = [*args, *kwargs.values()]
+        key = (how, *kwargs, *((t.shape, t.dtype) for t in tensors))
         with self._graph_stream.stream():
             recording = self._by_shape.get(key)
             if recording is None and self._seen[key] and self._may_record:
-                recording = self._record(model, arguments, key)
+                recording = self._record(model, args, kwargs, key)
             if recording is None:
                 self._seen[key] += 1
-                return _call(model, arguments)
-            for name, tensor in arguments.items():
-                recording.inputs[name].copy_(tensor)
+                return model(*args, **kwargs)
+            for held, tensor in zip(recording.inputs, tensors, strict=True):
+                held.copy_(tensor)
             recording.graph.replay()
             return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, recording.output)
 
-    def _record(self, model: nn.Module, arguments: Arguments, key: Hashable) -> _Recording | None:
-        inputs = {name: tensor.clone() for name, tensor in arguments.items()}
+    def _record(
+        self, model: nn.Module, args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor], key: Hashable
+    ) -> _Recording | None:
+        args, kwargs = tree_map(torch.clone, (args, dict(kwargs)))
         try:
-            graph, output = self._graph_stream.record(lambda: _call(model, inputs))
+            graph, output = self._graph_stream.record(lambda: model(*args, **kwargs))
         except Exception as error:
             self._may_record = False
             log.info("evaluation runs as written (%s)", say_error(error))
             return None
-        self._by_shape[key] = _Recording(graph, inputs, output)
+        self._by_shape[key] = _Recording(graph, [*args, *kwargs.values()], output)
         self._may_record = len(self._by_shape) < _MOST_SHAPES
         return self._by_shape[key]
 
@@ -99,9 +99,7 @@ class Replayed(nn.Module):
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Any:
         """What the model makes of tensors."""
-        arguments: dict[str | int, Tensor] = dict(enumerate(args))
-        arguments.update(kwargs)
-        return self._recordings.run(self.model, arguments)
+        return self._recordings.run(self.model, args, kwargs)
 
 
 def replay_forward(model: nn.Module) -> nn.Module:
@@ -119,8 +117,3 @@ def replay_forward(model: nn.Module) -> nn.Module:
         _KNOWN[model] = Recordings(device)
     _KNOWN[model].check_weights(model)
     return Replayed(model, _KNOWN[model])
-
-
-def _call(model: nn.Module, arguments: Arguments) -> Any:
-    positional = [tensor for name, tensor in arguments.items() if isinstance(name, int)]
-    return model(*positional, **{name: tensor for name, tensor in arguments.items() if isinstance(name, str)})

@@ -69,6 +69,7 @@ class AdaMerging(Method):
     learn: Learning | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.learn is not None and self.weights is not None:
             raise InputError("AdaMerging's weights are given: set learn to null, or weights to null")
 

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Method, Segment, Site
-from mergekit_lab.merging.flat import Flat, fill, send_whole
+from mergekit_lab.merging.flat import fill, send_whole
 from mergekit_lab.merging.inputs import Inputs
 from mergekit_lab.prefetch import prefetch
 
@@ -31,6 +33,12 @@ it where the host feeds it, because many workers hold a block each."""
 def size_block(device: torch.device) -> int:
     """Entries of a tensor that are worked on at a time."""
     return CPU_BLOCK if device.type == "cpu" else DEVICE_BLOCK
+
+
+def cut_rows(rows: int, width: int, device: torch.device) -> Iterator[slice]:
+    """Rows of a width, as many at a time as `size_block` has entries for."""
+    step = max(1, size_block(device) // max(1, width))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 _AHEAD = 8
@@ -63,6 +71,9 @@ class Reader:
     subset: tuple[str, ...] | None = None
     turn: threading.Lock = field(default_factory=threading.Lock)
     _doubts: list[tuple[Tensor, Callable[[], None]]] = field(default_factory=list, init=False)
+    _rows: dict[str, list[Tensor]] = field(default_factory=dict, init=False)
+    _memory: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _known_weights: dict[str, tuple[Tensor, bool]] = field(default_factory=dict, init=False)
 
     @property
     def experts(self) -> tuple[str, ...]:
@@ -124,43 +135,37 @@ class Reader:
         """Every block's task vectors; an accelerator's are read from the host while it works on others."""
         pieces = self.cut(self.names)
         if not self.fed:
-            flat = self.open_flat()
+            reader = self if self._resident else replace(self)
             for piece in pieces:
-                yield piece, self.read(piece, flat)[1]
+                yield piece, reader.read(piece)[1]
             return
-        flats = threading.local()
+        readers = threading.local()
 
         def read(piece: list[Segment]) -> tuple[list[Segment], Tensor]:
-            if not hasattr(flats, "mine"):
-                flats.mine = self.open_flat()
-            return piece, self.read(piece, flats.mine)[1]
+            if not hasattr(readers, "mine"):
+                readers.mine = replace(self)
+            return piece, readers.mine.read(piece)[1]
 
         yield from prefetch(read, pieces, ahead=_AHEAD, threads=_AHEAD)
 
     def read_side_blocks(self, kind: str) -> Iterator[Tensor]:
         for piece in self.cut(self.names):
-            yield self._read_sides(piece)[kind]
+            yield self.read_block_sides(piece)[kind]
 
     @cached_property
     def fed(self) -> bool:
         """Whether an accelerator works on what lies in the host's memory."""
-        first = next(iter(self.inputs.merged), None)
-        return first is not None and self.device.type != "cpu" and self.inputs.base[first].device.type == "cpu"
-
-    def open_flat(self) -> Flat:
-        """The inputs to read blocks from: one for all passes where they are on the device, else a new one."""
-        return self._resident or Flat(self.inputs, keep=False)
+        return self.device.type != "cpu" and self._home is not None and self._home.type == "cpu"
 
     @cached_property
-    def flat(self) -> Flat:
-        """One for whoever works with this reader alone, a block at a time: its memory serves all tensors."""
-        return self.open_flat()
+    def _resident(self) -> bool:
+        """Whether the inputs lie in an accelerator's memory: then all stay open, which costs nothing."""
+        return self.device.type != "cpu" and self._home == self.device and not self.inputs.computed
 
     @cached_property
-    def _resident(self) -> Flat | None:
-        first = next(iter(self.inputs.merged), None)
-        here = first is not None and self.device.type != "cpu" and self.inputs.base[first].device == self.device
-        return Flat(self.inputs, keep=True) if here and not self.inputs.computed else None
+    def _home(self) -> torch.device | None:
+        """Where the inputs lie."""
+        return next((self.inputs.base[name].device for name in self.inputs.merged), None)
 
     def cut(self, names: Sequence[str]) -> Iterator[list[Segment]]:
         """Flat blocks: of one tensor each, or of several small ones where the method allows it."""
@@ -186,12 +191,11 @@ class Reader:
         """Whether blocks hold several tensors."""
         return self.method.pools and not self._weighs_by_tensor and self.device.type != "cpu"
 
-    def read(self, piece: list[Segment], flat: Flat) -> tuple[Tensor, Tensor]:
-        """`θ0 [n]` and `δ [T, n]` of a block; on a CPU valid until the next one is read through this `flat`."""
-        first, *rows = zip(*(flat.read(segment) for segment in piece), strict=True)
-        size, where = _count_entries(piece), (self.inputs.compute, self.device)
-        base = flat.allocate("base", 1, size, *where)
-        deltas = flat.allocate("deltas", len(rows), size, *where)
+    def read(self, piece: list[Segment]) -> tuple[Tensor, Tensor]:
+        """`θ0 [n]` and `δ [T, n]` of a block; on a CPU valid until this reader reads the next one."""
+        first, *rows = zip(*map(self._read_segment, piece), strict=True)
+        size = sum(s.stop - s.start for s in piece)
+        base, deltas = self._allocate("base", 1, size), self._allocate("deltas", len(rows), size)
         if len(piece) > 1 or any(row[0].device != base.device for row in (first, *rows)):
             fill(base, [first])
             fill(deltas, rows)
@@ -205,6 +209,29 @@ class Reader:
         torch._foreach_copy_([base[0], *deltas.unbind()], [one, *each])
         return base[0], deltas.sub_(base)
 
+    def _read_segment(self, segment: Segment) -> list[Tensor]:
+        """The segment of the base and of every expert: whole tensors in their own shape, ranges flat."""
+        size = segment.stop - segment.start
+        rows = self._rows.get(segment.name)
+        if rows is None:
+            if not self._resident:
+                self._rows.clear()
+            rows = [model[segment.name] for model in (self.inputs.base, *self.inputs.experts.values())]
+            if size < rows[0].numel():
+                rows = [row.reshape(-1) for row in rows]
+            self._rows[segment.name] = rows
+        return rows if size == rows[0].numel() else [row.narrow(0, segment.start, size) for row in rows]
+
+    def _allocate(self, use: str, rows: int, size: int) -> Tensor:
+        """`[rows, size]`; on a CPU the same memory for every block, because new pages cost more than the
+        arithmetic.
+        """
+        if self.device.type != "cpu":
+            return torch.empty((rows, size), dtype=self.inputs.compute, device=self.device)
+        if use not in self._memory or self._memory[use].numel() < rows * size:
+            self._memory[use] = torch.empty(rows * size, dtype=self.inputs.compute)
+        return self._memory[use][: rows * size].view(rows, size)
+
     def read_base(self, name: str) -> Tensor:
         """`θ0 [*S]` of a tensor, on the device in its own dtype: not to be changed."""
         return send_whole(self.inputs.base[name], self.device)
@@ -216,49 +243,33 @@ class Reader:
         self.expect_finite([name], deltas)
         return deltas.view(len(deltas), *base.shape)
 
-    def make_site(
-        self, piece: list[Segment], tensor: Any = None, survey: Any = None, side: bool = False
-    ) -> Site:
-        """What belongs to a block; `side` reads the side inputs too."""
-        sides = self._read_sides(piece) if side else {}
-        return self._make_site(piece, sides, survey, tensor)
-
     def make_whole_site(self, name: str, survey: Any) -> Site:
-        sides: Mapping[str, Tensor] = _Sides(self.inputs.read_sides(name), partial(self._read_whole_side, name))
-        if self.device.type != "cpu":
-            sides = dict(sides)
         whole = Segment(name, 0, self.inputs.base.specs[name].numel)
-        return self._make_site([whole], sides, survey, None)
+        sides = {kind: (name, rows) for kind, rows in self.inputs.read_sides(name).items()}
+        return self.make_site([whole], self._read_late(sides), survey)
 
     def make_member_site(self, name: str, number: int, survey: Any) -> Site:
         """What belongs to one matrix of a stack, as if it were a tensor; its weights are the stack's."""
         stack = self.inputs.stacks[name]
         member, size = stack.members[number], math.prod(stack.shape)
         part = Segment(name, number * size, (number + 1) * size)
-        own = {
-            kind: [row.reshape(-1)[part.start : part.stop].view(stack.shape) for row in rows]
-            for kind, rows in self.inputs.read_sides(name).items()
-            if self.inputs.name_side(kind, name) == name
-        }
-
-        def read(kind: str, rows: list[Tensor]) -> Tensor:
-            return self._read_whole_side(name if kind in own else member, kind, rows)
-
-        sides: Mapping[str, Tensor] = _Sides(self.inputs.read_sides(member) | own, read)
-        if self.device.type != "cpu":
-            sides = dict(sides)
-        site = self._make_site([part], sides, survey, None)
+        sides = {kind: (member, rows) for kind, rows in self.inputs.read_sides(member).items()}
+        for kind, rows in self.inputs.read_sides(name).items():
+            if self.inputs.name_side(kind, name) == name:
+                own = [row.reshape(-1)[part.start : part.stop].view(stack.shape) for row in rows]
+                sides[kind] = name, own
+        site = self.make_site([part], self._read_late(sides), survey)
         segments = (Segment(member, 0, size),)
         return replace(site, segments=segments, note=self._write_notes(member), transposed=stack.transposed)
 
-    def _read_whole_side(self, name: str, kind: str, rows: list[Tensor]) -> Tensor:
-        values = self._stack([[row.reshape(-1)] for row in rows]).view(len(rows), *rows[0].shape)
-        self._check_side(kind, [name], values)
-        return values
-
-    def _make_site(
-        self, segments: Sequence[Segment], side: Mapping[str, Tensor], survey: Any, tensor: Any
+    def make_site(
+        self,
+        segments: Sequence[Segment],
+        side: Mapping[str, Tensor] = MappingProxyType({}),
+        survey: Any = None,
+        tensor: Any = None,
     ) -> Site:
+        """What belongs to a block."""
         name = segments[0].name
         weights, unit = self._resolve_weights(name)
         transposed = name in self.inputs.transposed
@@ -284,28 +295,26 @@ class Reader:
     def _weighs_by_tensor(self) -> bool:
         return self.method.weights_by_tensor
 
-    @cached_property
-    def _known_weights(self) -> dict[str, tuple[Tensor, bool]]:
-        return {}
-
-    def _read_sides(self, piece: list[Segment]) -> dict[str, Tensor]:
-        by_segment = [self.inputs.read_sides(s.name) for s in piece]
-        experts = range(len(self.experts))
-        sides = {
-            kind: self._stack(
-                [
-                    [
-                        sides[kind][t].reshape(-1)[s.start : s.stop]
-                        for s, sides in zip(piece, by_segment, strict=True)
-                    ]
-                    for t in experts
-                ]
-            )
-            for kind in by_segment[0]
-        }
-        for kind, values in sides.items():
-            self._check_side(kind, [s.name for s in piece], values)
+    def read_block_sides(self, piece: list[Segment]) -> dict[str, Tensor]:
+        """The side inputs of a block, `[T, n]` by kind."""
+        by_segment = [(s, self.inputs.read_sides(s.name)) for s in piece]
+        sides = {}
+        for kind in by_segment[0][1]:
+            parts = [[row.reshape(-1)[s.start : s.stop] for row in rows[kind]] for s, rows in by_segment]
+            sides[kind] = self._stack(list(zip(*parts, strict=True)))
+            self._check_side(kind, [s.name for s in piece], sides[kind])
         return sides
+
+    def _read_late(self, sides: Mapping[str, tuple[str, list[Tensor]]]) -> Mapping[str, Tensor]:
+        """Whole side inputs by kind, from a tensor's name and each expert's own; see `_Sides`."""
+
+        def read(kind: str, name: str, rows: list[Tensor]) -> Tensor:
+            values = self._stack([[row.reshape(-1)] for row in rows]).view(len(rows), *rows[0].shape)
+            self._check_side(kind, [name], values)
+            return values
+
+        late = _Sides({kind: partial(read, kind, *side) for kind, side in sides.items()})
+        return late if self.device.type == "cpu" else dict(late)
 
     def _check_side(self, kind: str, names: list[str], values: Tensor) -> None:
         """Finite, and for a Fisher not negative; `values` are `[T, …]`."""
@@ -360,24 +369,9 @@ class Reader:
                     refuse()
 
 
-class _Sides(Mapping[str, Tensor]):
+class _Sides(UserDict[str, Any]):
     """A tensor's side inputs, read when they are asked for: factorizations before that need the memory."""
 
-    def __init__(self, rows: Mapping[str, list[Tensor]], read: Callable[[str, list[Tensor]], Tensor]) -> None:
-        self._rows, self._read = rows, read
-
     def __getitem__(self, kind: str) -> Tensor:
-        return self._read(kind, self._rows[kind])
-
-    def __contains__(self, kind: object) -> bool:
-        return kind in self._rows
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-
-def _count_entries(piece: Sequence[Segment]) -> int:
-    return sum(segment.stop - segment.start for segment in piece)
+        values: Tensor = self.data[kind]()
+        return values

@@ -10,7 +10,6 @@ index counts as the largest; mergekit's order there is unspecified. Its `breadcr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -40,10 +39,7 @@ class Breadcrumbs(SparsifiedMethod):
     by_blocks = True
 
     def survey_sparsity(self, name: str, entries: int, blocks: Blocks) -> Middle:
-        def read() -> Iterator[Tensor]:
-            return (deltas for _, deltas, _ in blocks())
-
-        return select_middle(read, self.density, self.gamma, entries)
+        return select_middle(blocks, self.density, self.gamma, entries)
 
     def sparsify(self, name: str, deltas: Tensor, site: Site) -> Tensor:
         middle: Middle = site.tensor
@@ -66,7 +62,7 @@ def select_middle(blocks: Pass, density: float, gamma: float, entries: int) -> M
     """Of each `δ_t` drop the `int(gamma·n)` largest entries and keep the next `int(density·n)`.
 
     Args:
-        blocks: starts a pass over `[T, n]`, in flat order.
+        blocks: in flat order.
         density: in (0, 1].
         gamma: in [0, 1).
         entries: how many an expert has over all blocks.
@@ -79,4 +75,5 @@ def select_middle(blocks: Pass, density: float, gamma: float, entries: int) -> M
 def keep_middle(deltas: Tensor, density: float, gamma: float) -> Tensor:
     """`select_middle` of whole task vectors `[T, *S]`, with all other entries zero."""
     rows = deltas.reshape(len(deltas), -1)
-    return select_middle(lambda: iter([rows]), density, gamma, rows.shape[1]).trim(rows).view_as(deltas)
+    middle = select_middle(lambda: iter([(None, rows, None)]), density, gamma, rows.shape[1])
+    return middle.trim(rows).view_as(deltas)

@@ -46,6 +46,7 @@ class ConsensusTA(ScaledMethod):
     coefficient: float = 0.3
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if isinstance(self.tall, Mapping):
             values = list(self.tall.values())
         else:

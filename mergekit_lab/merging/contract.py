@@ -10,19 +10,15 @@ Legend, here and in every method: `T` experts, `*S` a tensor's shape, `θ0` the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
+import numpy
 from torch import Tensor
 
-from mergekit_lab.errors import InputError, abbreviate, join_names, suggest
+from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.ranges import FLOAT32_MAX, check_settings, require
-
-
-def _ignore_note(key: str, value: object) -> None:
-    pass
 
 
 class Segment(NamedTuple):
@@ -56,7 +52,7 @@ class Site:
     side: Mapping[str, Tensor] = field(default_factory=dict)
     survey: Any = None
     tensor: Any = None
-    note: Callable[[str, object], None] = _ignore_note
+    note: Callable[[str, object], None] = lambda key, value: None
     unit: bool = False
     transposed: bool = False
 
@@ -135,7 +131,7 @@ class Method:
             or a match, `default_weight` counts.
     """
 
-    weights: Sequence[float] | Mapping[str, float | Mapping[str, float]] | None = None
+    weights: Sequence[float | Mapping[str, float]] | Mapping[str, float | Mapping[str, float]] | None = None
 
     side_inputs: ClassVar[tuple[str, ...]] = ()
     """The kinds of side inputs that `merge` reads from `site.side`, such as "fisher". A run makes "fisher" and
@@ -156,6 +152,8 @@ class Method:
     """Whether it makes a model per task, as `merge_factors` stores them. `merge` returns one for all tasks."""
     default_weight: ClassVar[float] = 1.0
     """`λ_t` where `weights` is None."""
+    signed: ClassVar[bool] = True
+    """Whether weights may be negative, or all 0."""
     fewest: ClassVar[int] = 1
     most: ClassVar[int | None] = None
     """How many experts it takes; None: any number."""
@@ -171,9 +169,16 @@ class Method:
         cls._check_values(settings)
         return super().__new__(cls)
 
+    def __post_init__(self) -> None:
+        """Keep numpy's numbers as Python's. Extend it by `super()`."""
+        for name, value in vars(self).items():
+            if isinstance(value, numpy.generic):
+                object.__setattr__(self, name, value.item())
+
     @classmethod
     def _check_values(cls, settings: Mapping[str, Any]) -> None:
-        check_settings(cls, settings)
+        plain = {n: v.item() if isinstance(v, numpy.generic) else v for n, v in settings.items()}
+        check_settings(cls, plain)
         weights = settings.get("weights")
         require(weights is None or not cls.without_weights, "weights", weights, f"None: {cls.without_weights}")
 
@@ -216,10 +221,11 @@ class Method:
         if len(values) != len(experts):
             raise InputError(f"{len(values)} weights were given for {len(experts)} experts")
         numbers = [
-            _match(value, name, default) if isinstance(value, Mapping) else _read_number(value)
-            for value in values
+            _match(value, name, default) if isinstance(value, Mapping) else float(value) for value in values
         ]
         require(all(map(is_finite, numbers)), "weights", self.weights, "finite in float32")
+        fit = self.signed or min(numbers) >= 0 < max(numbers)
+        require(fit, "weights", self.weights, "at least 0, and not all 0")
         return numbers
 
     def _check_number(self, experts: int) -> None:
@@ -326,13 +332,4 @@ def is_finite(value: float) -> bool:
 
 
 def _match(patterns: Mapping[str, float], name: str, default: float) -> float:
-    return next((_read_number(v) for pattern, v in patterns.items() if fnmatchcase(name, pattern)), default)
-
-
-def _read_number(value: Any) -> float:
-    with suppress(TypeError, ValueError, OverflowError):
-        if not isinstance(value, bool):
-            return float(value)
-    raise InputError(
-        f"weights hold {abbreviate(value)}; each must be a number, or a mapping from name pattern to number"
-    )
+    return next((float(v) for pattern, v in patterns.items() if fnmatchcase(name, pattern)), default)

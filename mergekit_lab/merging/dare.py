@@ -10,6 +10,7 @@ mergekit runs: every tensor gets its old L1 norm back, which is not the paper's 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -38,14 +39,11 @@ class DARE(SparsifiedMethod):
     rescale: Literal["inverse", "l1"] = "inverse"
 
     by_blocks = True
+    propagates = property(attrgetter("inner.propagates"))
 
     @property
     def by_entries(self) -> bool:  # type: ignore[override]
         return self.rescale == "inverse"
-
-    @property
-    def propagates(self) -> bool:  # type: ignore[override]
-        return self.inner.propagates
 
     def survey_sparsity(self, name: str, entries: int, blocks: Blocks) -> _Restored | None:
         if self.by_entries or self.density == 1:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mergekit_lab.merging.blocks import size_block
+from mergekit_lab.merging.blocks import cut_rows
 from mergekit_lab.merging.contract import Method, Segment, Site
 from mergekit_lab.merging.dropping import draw_uniform, drop_and_rescale, make_counters
 from mergekit_lab.merging.sparsified import SparsifiedMethod
@@ -79,10 +79,8 @@ def _cut_rows(name: str, delta: Tensor) -> Iterator[tuple[Any, Segment]]:
         yield ..., Segment(name, 0, delta.numel())
         return
     size = delta[0].numel()
-    step = max(1, size_block(delta.device) // max(1, size))
-    for start in range(0, len(delta), step):
-        stop = min(start + step, len(delta))
-        yield slice(start, stop), Segment(name, start * size, stop * size)
+    for part in cut_rows(len(delta), size, delta.device):
+        yield part, Segment(name, part.start * size, part.stop * size)
 
 
 def assign_probabilities(delta: Tensor, density: float, epsilon: float) -> Tensor:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from mergekit_lab.merging.contract import Site, Stream
 from mergekit_lab.merging.factorizations import solve_triplets
-from mergekit_lab.merging.selection import read_task_vectors, select_largest
+from mergekit_lab.merging.selection import select_largest
 from mergekit_lab.merging.spectral import LayerWeightsMethod, cap_rank
 from mergekit_lab.ranges import Rate, Share
 
@@ -55,7 +54,7 @@ class DOGE(LayerWeightsMethod):
         matrices = stream.select(self.is_matrix)
         if not matrices.entries:
             return None
-        shares = [partial(read_task_vectors, share) for share in matrices.divide()]
+        shares = [share.read_blocks for share in matrices.divide()]
         kept = int(self.density * matrices.entries) + 1
         return select_largest(shares, kept, matrices.entries, with_ties=True).thresholds
 

@@ -56,6 +56,7 @@ class Fisher(Method):
     side_inputs: ClassVar[tuple[str, ...]] = ("fisher",)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(
             not self.favor_target or self.preset == "matena",
             "favor_target",

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import ScaledMethod, Site, Stream
 from mergekit_lab.merging.inputs import Source, open_inputs
-from mergekit_lab.merging.selection import Largest, read_task_vectors, select_largest
+from mergekit_lab.merging.selection import Largest, select_largest
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
 from mergekit_lab.ranges import Count, Share, check_settings
 
@@ -77,7 +76,7 @@ class LocalizeStitch(ScaledMethod):
     def survey(self, stream: Stream) -> Largest | None:
         if self.learn or not stream.entries:
             return None
-        shares = [partial(read_task_vectors, share) for share in stream.divide()]
+        shares = [share.read_blocks for share in stream.divide()]
         return select_largest(shares, _count(self.density, stream.entries), stream.entries, with_ties=True)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
@@ -113,10 +112,8 @@ def learn_masks(
     deltas = {n: own[n].to(device, inputs.compute) - fixed[n].to(inputs.compute) for n in inputs.merged}
     entries = sum(delta.numel() for delta in deltas.values())
 
-    def read() -> list[Tensor]:
-        return [delta.reshape(1, -1) for delta in deltas.values() if delta.numel()]
-
-    largest = select_largest([lambda: iter(read())], _count(how.start, entries), entries, with_ties=True)
+    blocks = [(None, delta.reshape(1, -1), None) for delta in deltas.values() if delta.numel()]
+    largest = select_largest([lambda: iter(blocks)], _count(how.start, entries), entries, with_ties=True)
     masks = {
         name: torch.where(delta.abs() >= largest.thresholds[0], how.bias, -how.bias).to(delta)
         for name, delta in deltas.items()

@@ -131,7 +131,7 @@ def _factorize_job(
 ) -> Iterator[tuple[str, Tensor]]:
     shape = reader.inputs.base.specs[names[0]].shape
     if method.is_matrix(names[0], shape):
-        with read_stack(reader, names, survey) as (_, deltas, sites):
+        with read_stack(reader, names, survey, reader.turn) as (_, deltas, sites):
             atoms, coordinates = method.merge_atoms(deltas, sites)
         for name, u, v, d in zip(names, atoms.u, atoms.v, coordinates, strict=True):
             yield from ((name + LEFT, u), (name + RIGHT, v), (name + COORDINATES, d))
@@ -148,7 +148,7 @@ def _mask(method: EMR, reader: Reader, name: str, rescalers: Tensor) -> list[tup
     shared = torch.empty(spec.numel, dtype=dtype)
     bits = torch.zeros(experts, count_bytes(spec.shape), dtype=torch.uint8)
     for piece in reader.cut([name]):
-        _, deltas = reader.read(piece, reader.flat)
+        _, deltas = reader.read(piece)
         reader.expect_finite([name], deltas)
         unified, masks = method.unify(reader.make_site(piece).weigh(deltas))
         reader.settle()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mergekit_lab.merging.blocks import size_block
+from mergekit_lab.merging.blocks import cut_rows
 from mergekit_lab.merging.contract import Blocks, Method, Site
 
 _SINGULAR = 1e-6
@@ -52,10 +52,9 @@ class ModelStock(Method):
 
     def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> Tensor:
         """`r` of the tensor, 0-d."""
-        gram: Tensor | float = 0.0
+        gram = torch.zeros(())
         for _, deltas, site in blocks():  # noqa: B007
             gram = gram + multiply(deltas)
-        assert isinstance(gram, Tensor)
         ratio = find_ratio(gram)
         _note(site, ratio)
         return ratio
@@ -66,10 +65,7 @@ class ModelStock(Method):
         deltas = site.orient(deltas)
         filters = deltas.reshape(len(deltas), deltas.shape[1] if base.dim() > 1 else 1, -1)
         merged, ratios = filters.mean(dim=0), []
-        for rows in torch.arange(filters.shape[1]).split(
-            max(1, size_block(filters.device) // filters.shape[2])
-        ):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
+        for part in cut_rows(filters.shape[1], filters.shape[2], filters.device):
             ratios.append(find_ratio(multiply(filters[:, part].transpose(0, 1))))
             merged[part] *= ratios[-1][:, None].to(merged.dtype)
         _note(site, torch.cat(ratios).min())

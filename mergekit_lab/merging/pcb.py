@@ -10,14 +10,13 @@ above the bound; the merged entry is the mean by these weights. All quantiles ar
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mergekit_lab.merging.contract import ScaledMethod, Site, Stream
-from mergekit_lab.merging.selection import Largest, read_task_vectors, select_each, select_largest
+from mergekit_lab.merging.selection import Largest, select_each, select_largest
 from mergekit_lab.ranges import Share
 
 _TAIL = 0.0001
@@ -61,7 +60,7 @@ class PCB(ScaledMethod):
         balances = stream.map(balance)
         bound = _find_ranked(balances, int(entries * (1 - self.density)), entries)
         most = torch.full_like(bound, -torch.inf)
-        for block in read_task_vectors(balances):
+        for _, block, _ in balances.read_blocks():
             most = torch.maximum(most, block.amax(dim=1, keepdim=True).to(most))
         return _Bounds(low, high, bound, most)
 
@@ -76,12 +75,12 @@ class PCB(ScaledMethod):
 
 def _find_bounds(stream: Stream, first: int, last: int, entries: int) -> tuple[Tensor, Tensor]:
     """The magnitudes of these ranks from below, `[T, 1]` each."""
-    shares = [partial(read_task_vectors, share) for share in stream.divide()]
+    shares = [share.read_blocks for share in stream.divide()]
     kept = [entries - first, entries - last]
     bounds = [_to_column(largest) for largest in select_each(shares, kept, entries, True)]
     smallest = torch.full_like(bounds[0], torch.inf)
     if first == 0:
-        for block in read_task_vectors(stream):
+        for _, block, _ in stream.read_blocks():
             smallest = torch.minimum(smallest, block.abs().amin(dim=1, keepdim=True).to(smallest))
     return smallest if first == 0 else bounds[0], bounds[1]
 
@@ -95,14 +94,12 @@ def _find_ranked(stream: Stream, rank: int, entries: int) -> Tensor:
     """The signed entries of this rank from below, `[T, 1]`."""
 
     def select(sign: int, kept: int) -> Tensor:
-        shares = [
-            lambda share=share: (x.mul(sign).relu_() for x in read_task_vectors(share))
-            for share in stream.divide()
-        ]
+        signed = stream.map(lambda name, deltas, site: deltas.mul(sign).relu_())
+        shares = [share.read_blocks for share in signed.divide()]
         return sign * _to_column(select_largest(shares, kept, entries, True))
 
     positive = negative = torch.zeros((), dtype=torch.int64)
-    for block in read_task_vectors(stream):
+    for _, block, _ in stream.read_blocks():
         positive = positive + (block > 0).sum(dim=1, keepdim=True).cpu()
         negative = negative + (block < 0).sum(dim=1, keepdim=True).cpu()
     above, below = entries - rank <= positive, rank < negative

@@ -53,16 +53,15 @@ class SCE(ScaledMethod):
         largest = None
         if self.density < 1:
 
-            def vary() -> Iterator[Tensor]:
-                return (_compute_variance(deltas) for _, deltas, _ in blocks())
+            def vary() -> Iterator[tuple[None, Tensor, None]]:
+                return ((None, _compute_variance(deltas), None) for _, deltas, _ in blocks())
 
-            varying = sum(int(variance.count_nonzero()) for variance in vary())
+            varying = sum(int(variance.count_nonzero()) for _, variance, _ in vary())
             largest = select_largest([vary], int(varying * self.density), entries)
-        squares: Tensor | float = 0.0
+        squares = torch.zeros(())
         for _, deltas, site in blocks():
             kept = self._select(deltas, largest, site.offset)
             squares = squares + kept.square().sum(dim=1, dtype=torch.float64)
-        assert isinstance(squares, Tensor)
         means = squares / entries
         least = _NOTHING if self.preset == "mergekit" else torch.finfo(torch.float64).tiny
         even = means.sum() < least

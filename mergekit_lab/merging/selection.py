@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from mergekit_lab.merging.contract import Stream
 from mergekit_lab.merging.kernels import BITS, DigitCounts, to_array
 
 
@@ -48,12 +47,8 @@ class Largest:
         return out
 
 
-def read_task_vectors(stream: Stream) -> Iterator[Tensor]:
-    """A pass over the blocks `[T, n]` of a survey."""
-    return (deltas for _, deltas, _ in stream.read_blocks())
-
-
-Pass = Callable[[], Iterator[Tensor]]
+Pass = Callable[[], Iterator[tuple[Any, Tensor, Any]]]
+"""Starts a pass over blocks, with `[T, n]` second: `Stream.read_blocks`, or the `Blocks` of one tensor."""
 _Share = TypeVar("_Share")
 _Result = TypeVar("_Result")
 
@@ -73,7 +68,7 @@ def select_largest(shares: Sequence[Pass], kept: int, entries: int, with_ties: b
     entries are equal.
 
     Args:
-        shares: each starts a pass over blocks `[T, n]`, all float32 or all float64; several run at once.
+        shares: passes over blocks, all float32 or all float64; several run at once.
             Without `with_ties` there is one share, in flat order.
         kept: 0 or more; as many as there are, or more, keeps everything.
         entries: how many an expert has over all blocks.
@@ -86,7 +81,7 @@ def select_each(
     shares: Sequence[Pass], kept: Sequence[int], entries: int, with_ties: bool = False
 ) -> list[Largest]:
     """`select_largest` for several numbers of entries, in the same passes."""
-    example = next(shares[0]())
+    _, example, _ = next(shares[0]())
     experts, dtype = len(example), example.dtype
     nothing = Largest([torch.finfo(dtype).max] * experts, [0.0] * experts, [0.0] * experts)
     everything = Largest([0.0] * experts, [math.nextafter(0.0, -1.0)] * experts, [math.inf] * experts)
@@ -146,7 +141,7 @@ def _plan_widths(dtype: torch.dtype, entries: int) -> tuple[int, ...]:
 def _count(prefix: Tensor, known: int, width: int, blocks: Pass) -> Tensor:
     """`DigitCounts.total` of a pass for `prefix` `[K·T]`, on the device of its blocks."""
     digits: list[DigitCounts] = []
-    for block in blocks():
+    for _, block, _ in blocks():
         if not digits:
             prefixes = prefix.to(block.device).split(len(block))
             digits = [DigitCounts(each, known, width) for each in (prefixes if known else prefixes[:1])]
@@ -161,7 +156,7 @@ def _find_cuts(blocks: Pass, thresholds: list[float], room: list[int], equal: li
     cuts = [math.inf if left == count else -1.0 for left, count in zip(room, equal, strict=True)]
     left = list(room)
     offset = 0
-    for block in blocks():
+    for _, block, _ in blocks():
         for t, row in enumerate(block):
             if cuts[t] < 0:
                 equals = torch.as_tensor(to_array(row.abs()) == thresholds[t]).nonzero()[:, 0]
@@ -180,4 +175,4 @@ def keep_largest(values: Tensor, kept: int) -> Tensor:
     Of equal magnitudes the lowest flat index stays first.
     """
     rows = values.reshape(len(values), -1)
-    return select_largest([lambda: iter([rows])], kept, rows.shape[1]).trim(rows).view_as(values)
+    return select_largest([lambda: iter([(None, rows, None)])], kept, rows.shape[1]).trim(rows).view_as(values)

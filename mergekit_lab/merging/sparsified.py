@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.merging.blocks import size_block
+from mergekit_lab.merging.blocks import cut_rows
 from mergekit_lab.merging.contract import Blocks, Method, Segment, Site, Stream
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
 from mergekit_lab.ranges import require
@@ -36,6 +37,7 @@ class WrappingMethod(Method):
     """Whether it cannot be another method's inner one."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(isinstance(self.inner, Method), "inner", self.inner, "a method")
         if isinstance(self.inner, WrappingMethod) and self.inner.stands_alone:
             within, outer = type(self.inner).__name__, type(self).__name__
@@ -43,17 +45,9 @@ class WrappingMethod(Method):
                 f"{within} cannot be the inner method of {outer}: make {outer} the inner method of {within}"
             )
 
-    @property
-    def side_inputs(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.inner.side_inputs
-
-    @property
-    def scale(self) -> float:
-        return self.inner.scale
-
-    @property
-    def weights_by_tensor(self) -> bool:
-        return self.inner.weights_by_tensor
+    side_inputs = property(attrgetter("inner.side_inputs"))
+    scale = property(attrgetter("inner.scale"))
+    weights_by_tensor = property(attrgetter("inner.weights_by_tensor"))
 
     def with_coefficient(self, coefficient: float) -> Self:
         return replace(self, inner=self.inner.with_coefficient(coefficient))
@@ -88,9 +82,7 @@ class SparsifiedMethod(WrappingMethod):
     def elementwise(self) -> bool:  # type: ignore[override]
         return self.by_blocks and self.inner.elementwise
 
-    @property
-    def by_matrix(self) -> bool:  # type: ignore[override]
-        return self.inner.by_matrix
+    by_matrix = property(attrgetter("inner.by_matrix"))
 
     @property
     def pools(self) -> bool:  # type: ignore[override]
@@ -152,11 +144,9 @@ def _merge_blocks(method: Method, name: str, base: Tensor, deltas: Tensor, site:
     """Merge a whole tensor by an elementwise method, block by block."""
     origin, flat = base.reshape(-1), deltas.reshape(len(deltas), -1)
     sides = {kind: values.reshape(len(values), -1) for kind, values in site.side.items()}
-    starts = range(0, len(origin), size_block(flat.device))
 
     def cut(tensor: Any = None) -> Iterator[tuple[Tensor, Tensor, Site]]:
-        for start in starts:
-            part = slice(start, min(start + starts.step, len(origin)))
+        for part in cut_rows(len(origin), 1, flat.device):
             side = {kind: values[:, part] for kind, values in sides.items()}
             segments = (Segment(name, part.start, part.stop),)
             yield origin[part], flat[:, part], replace(site, segments=segments, side=side, tensor=tensor)

@@ -44,10 +44,9 @@ class SphericalMethod(Method):
         raise NotImplementedError
 
     def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> Sequence[float]:
-        gram: Tensor | float = 0.0
+        gram = torch.zeros(())
         for base, deltas, site in blocks():  # noqa: B007
             gram = gram + multiply(deltas if self.task_vectors else base + deltas)
-        assert isinstance(gram, Tensor)
         gram = gram.cpu()
         if not bool(gram.isfinite().all()):
             return [math.nan] * len(gram)  # no angles, and the driver refuses a result that is no number

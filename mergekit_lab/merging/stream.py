@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.checkpoints.casting import cast, check_range
@@ -24,10 +25,10 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.merging.blocks import Notes, Reader
 from mergekit_lab.merging.contract import Method, Segment, Site
 from mergekit_lab.merging.devices import Devices, parse_devices, resolve_device
-from mergekit_lab.merging.flat import allocate_result, view_like
+from mergekit_lab.merging.flat import allocate_result
 from mergekit_lab.merging.inputs import VARIANCE, Inputs, Source, Sources, open_inputs
 from mergekit_lab.merging.job_workers import Results, count_workers, run_jobs
-from mergekit_lab.merging.jobs import STACK_BYTES
+from mergekit_lab.merging.jobs import STACK_BYTES, count_members
 from mergekit_lab.merging.spectral import SpectralMethod
 from mergekit_lab.merging.subspace import Frame, SubspaceMethod
 
@@ -50,23 +51,20 @@ def _run_job(reader: Reader, names: list[str], survey: Any, dtype: torch.dtype |
         _run_blocks(reader, names, survey, out)
     elif method.by_matrix and names[0] in inputs.stacks:
         _run_stack(reader, names[0], survey, out[names[0]])
-    elif isinstance(method, SpectralMethod) and method.is_matrix(names[0], out[names[0]].shape):
-        with read_stack(reader, names, survey) as (bases, deltas, sites):
-            merges = method.merge_matrices(deltas, sites)
-        del deltas, sites
-        for name, base, merged in zip(names, bases, merges, strict=True):
-            reader.expect_finite_result(name, merged)
-            wide = base.to(inputs.compute, copy=True)
-            _store(name, out[name], _add(wide, merged, method.scale, out[name].dtype))
     else:
-        for name in names:
-            base = reader.read_base(name).to(inputs.compute, copy=True)
-            deltas = reader.read_deltas(name, base)
-            site = reader.make_whole_site(name, survey)
-            reader.settle()
-            merged = method.merge(name, base, deltas, site)
-            reader.expect_finite_result(name, merged)
-            _store(name, out[name], _add(base, merged, method.scale, out[name].dtype))
+        together = isinstance(method, SpectralMethod) and method.is_matrix(names[0], out[names[0]].shape)
+        for part in [names] if together else [[name] for name in names]:
+            turn = reader.turn if together else nullcontext()
+            with read_stack(reader, part, survey, turn) as (bases, deltas, sites):
+                if isinstance(method, SpectralMethod) and together:
+                    merges = method.merge_matrices(deltas, sites)
+                else:
+                    merges = method.merge(part[0], bases[0].to(inputs.compute), deltas[0], sites[0])[None]
+            del deltas, sites
+            for name, base, merged in zip(part, bases, merges, strict=True):
+                reader.expect_finite_result(name, merged)
+                wide = base.to(inputs.compute, copy=True)
+                _store(name, out[name], _add(wide, merged, method.scale, out[name].dtype))
     for name in names:
         if name.endswith(VARIANCE):
             _raise_variance(reader, name, out[name])
@@ -90,11 +88,11 @@ def _run_stack(reader: Reader, name: str, survey: Any, out: Tensor) -> None:
     method, stack, flat = reader.method, reader.inputs.stacks[name], out.view(-1)
     size, count = math.prod(stack.shape), len(stack.members)
     batched = isinstance(method, SpectralMethod) and method.is_matrix(stack.members[0], stack.shape)
-    step = count_members(reader, name) if batched else 1
+    step = count_members(reader, size) if batched else 1
     for start in range(0, count, step):
         numbers = range(start, min(start + step, count))
         part = Segment(name, start * size, numbers.stop * size)
-        base, deltas = reader.read([part], reader.flat)
+        base, deltas = reader.read([part])
         reader.expect_finite([name], deltas)
         sites = [reader.make_member_site(name, number, survey) for number in numbers]
         reader.settle()
@@ -109,28 +107,22 @@ def _run_stack(reader: Reader, name: str, survey: Any, out: Tensor) -> None:
         _store(name, target, _add(base, merged.reshape(-1), method.scale, target.dtype))
 
 
-def count_members(reader: Reader, name: str) -> int:
-    """Matrices of a stack that are factorized together."""
-    size = 4 * len(reader.experts) * math.prod(reader.inputs.stacks[name].shape)
-    return 1 if reader.device.type == "cpu" else max(1, STACK_BYTES // max(1, size))
-
-
 @contextmanager
 def read_stack(
-    reader: Reader, names: list[str], survey: Any
+    reader: Reader, names: list[str], survey: Any, turn: AbstractContextManager[Any]
 ) -> Iterator[tuple[list[Tensor], Tensor, list[Site]]]:
     """Same-shaped tensors of one job, found sound: `θ0` in its own dtype, `δ [B, T, *S]` and their sites;
-    and the device's turn to work on them. They are read while it works on others, unless very large."""
+    within the device's `turn` to work on them. They are read while it works on others, unless very large."""
     size = 4 * len(reader.experts) * sum(reader.inputs.base.specs[name].numel for name in names)
     large = size > STACK_BYTES
-    with reader.turn if large else nullcontext():
+    with turn if large else nullcontext():
         bases = [reader.read_base(name) for name in names]
         each = [reader.read_deltas(name, base) for name, base in zip(names, bases, strict=True)]
         deltas = torch.stack(each) if len(each) > 1 else each[0][None]
         del each
         sites = [reader.make_whole_site(name, survey) for name in names]
         reader.settle()
-        with nullcontext() if large else reader.turn:
+        with nullcontext() if large else turn:
             yield bases, deltas, sites
 
 
@@ -149,7 +141,7 @@ def _run_blocks(reader: Reader, names: list[str], survey: Any, out: Mapping[str,
         members = [segment.name for segment in piece]
         if not method.propagates:
             reader.expect_finite(members, deltas)
-        site = reader.make_site(piece, tensor, survey, side=bool(method.side_inputs))
+        site = reader.make_site(piece, reader.read_block_sides(piece), survey, tensor)
         merged = method.merge(members[0], base, deltas, site)
         reader.expect_finite(members, merged[None])  # it may overflow where its inputs did not
         if len(piece) == 1:
@@ -158,7 +150,7 @@ def _run_blocks(reader: Reader, names: list[str], survey: Any, out: Mapping[str,
             continue
         targets = [_slice(out[segment.name], segment) for segment in piece]
         finest = max((t.dtype for t in targets), key=lambda dtype: torch.finfo(dtype).bits)
-        sums = view_like(_add(base, merged, method.scale, finest), targets)
+        sums = _unflatten_dense_tensors(_add(base, merged, method.scale, finest), targets)
         for name, target, values in zip(members, targets, sums, strict=True):
             check_range(name, values, target.dtype)
         torch._foreach_copy_(targets, sums)
@@ -166,15 +158,14 @@ def _run_blocks(reader: Reader, names: list[str], survey: Any, out: Mapping[str,
 
 def _choose_reader(reader: Reader, names: list[str]) -> Callable[[list[Segment]], tuple[Tensor, Tensor]]:
     """How blocks are read: again in each pass, unless an accelerator has room for all of them."""
-    flat = reader.flat
     size = sum(reader.inputs.base.specs[name].numel for name in names)
     if reader.pools or reader.device.type == "cpu" or size * 4 * (1 + len(reader.experts)) > STACK_BYTES:
-        return partial(reader.read, flat=flat)
+        return reader.read
     held: dict[Segment, tuple[Tensor, Tensor]] = {}
 
     def read(piece: list[Segment]) -> tuple[Tensor, Tensor]:
         if piece[0] not in held:
-            held[piece[0]] = reader.read(piece, flat)
+            held[piece[0]] = reader.read(piece)
         return held[piece[0]]
 
     return read
@@ -295,10 +286,8 @@ def open_readers(inputs: Inputs, method: Method, device: Devices, notes: Notes |
 def survey_model(readers: list[Reader]) -> Any:
     """The method's survey, which may be split among the devices, and among some cores of a CPU."""
 
-    def count_shares(reader: Reader) -> int:
-        return min(count_workers(reader), _COUNTING) if reader.device.type == "cpu" else 1
-
-    sharing = tuple(each.device for each in readers for _ in range(count_shares(each)))
+    shares = [min(count_workers(r), _COUNTING) if r.device.type == "cpu" else 1 for r in readers]
+    sharing = tuple(r.device for r, count in zip(readers, shares, strict=True) for _ in range(count))
     return readers[0].method.survey(replace(readers[0], sharing=sharing))
 
 
@@ -310,24 +299,17 @@ def _generate(
     inputs: Inputs, merged: Sequence[str], jobs: Iterator[Results], dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
     """What stays the base's, then what the jobs merge."""
-    others: dict[str, list[str]] = {}
-    for name, first in inputs.tied.items():
-        others.setdefault(first, []).append(name)
 
-    def yield_tied(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        for each in (name, *others.get(name, ())):
-            yield each, tensor
+    def copy_kept() -> Iterator[tuple[str, Tensor]]:
+        changed = {*merged, *inputs.tied}
+        for name, spec in inputs.base.specs.items():
+            if name not in changed:
+                kept = inputs.base[name].clone()
+                yield name, cast(name, kept, dtype) if dtype and spec.dtype.is_floating_point else kept
 
-    changed = set(merged)
-    for name, spec in inputs.base.specs.items():
-        if name not in changed and name not in inputs.tied:
-            kept = inputs.base[name].clone()
-            yield from yield_tied(
-                name, cast(name, kept, dtype) if dtype and spec.dtype.is_floating_point else kept
-            )
-    for results in jobs:
-        for name, tensor in results:
-            yield from yield_tied(name, tensor)
+    for name, tensor in chain(copy_kept(), chain.from_iterable(jobs)):
+        yield name, tensor
+        yield from ((other, tensor) for other, first in inputs.tied.items() if first == name)
 
 
 def merge_state_dicts(

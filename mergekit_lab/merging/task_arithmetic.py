@@ -29,6 +29,7 @@ class TaskArithmetic(ScaledMethod):
     coefficient: float | Sequence[float] = 0.3  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if isinstance(self.coefficient, Sequence):
             finite = all(map(is_finite, self.coefficient))
             require(finite, "coefficient", self.coefficient, "finite in float32")

@@ -11,9 +11,8 @@ Trimming is exact in a few passes over blocks, whole model or tensor.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Blocks, ScaledMethod, Site, Stream
-from mergekit_lab.merging.selection import Largest, read_task_vectors, run_at_once, select_largest
+from mergekit_lab.merging.selection import Largest, Pass, run_at_once, select_largest
 from mergekit_lab.ranges import Share
 
 
@@ -38,20 +37,18 @@ class Preset:
         aggregator: "mean" or "sum" of the agreeing entries `λ_t δ_t`.
         divisor: of the mean: "count", or "weights": the sum of their `λ_t`.
         coefficient: `α` where none is set.
+
+    The defaults are the paper's.
     """
 
-    whole_model: bool
-    count: Callable[[float, int], int]
+    whole_model: bool = True
+    count: Callable[[float, int], int] = lambda density, entries: min(entries, int(density * entries) + 1)
     weighed_votes: bool = True
-    even_sign: float | None = 1.0
-    zero_majority_sign: float = 0.0
+    even_sign: float | None = None
+    zero_majority_sign: float = -1.0
     aggregator: str = "mean"
     divisor: str = "count"
     coefficient: float = 1.0
-
-
-def _count_from_below(density: float, entries: int) -> int:
-    return min(entries, int(density * entries) + 1)
 
 
 def _count_from_above(density: float, entries: int) -> int:
@@ -63,19 +60,12 @@ def _count_exactly(density: float, entries: int) -> int:
 
 
 PRESETS = {
-    "paper": Preset(whole_model=True, count=_count_from_below, even_sign=None, zero_majority_sign=-1.0),
-    "mergelm": Preset(whole_model=True, count=_count_from_above, even_sign=None),
-    "sum": Preset(
-        whole_model=True,
-        count=_count_from_below,
-        even_sign=None,
-        zero_majority_sign=-1.0,
-        aggregator="sum",
-        coefficient=0.3,
-    ),
-    "core_space": Preset(whole_model=False, count=_count_from_below, even_sign=None, zero_majority_sign=-1.0),
-    "mergekit": Preset(whole_model=False, count=_count_exactly, divisor="weights"),
-    "peft": Preset(whole_model=False, count=_count_exactly, weighed_votes=False),
+    "paper": Preset(),
+    "mergelm": Preset(count=_count_from_above, zero_majority_sign=0.0),
+    "sum": Preset(aggregator="sum", coefficient=0.3),
+    "core_space": Preset(whole_model=False),
+    "mergekit": Preset(whole_model=False, count=_count_exactly, even_sign=1.0, divisor="weights"),
+    "peft": Preset(whole_model=False, count=_count_exactly, even_sign=1.0, weighed_votes=False),
 }
 
 
@@ -110,14 +100,6 @@ def aggregate(values: Tensor, agree: Tensor, aggregator: str, weights: Tensor | 
         return values.sum(dim=0)
     most, least = values.amax(dim=0), values.amin(dim=0)
     return torch.where(most >= -least, most, least)
-
-
-_Blocks = Callable[[], Iterator[tuple[Tensor, Site]]]
-"""Starts a pass over task vectors and their sites."""
-
-
-def _read_blocks(stream: Stream) -> Iterator[tuple[Tensor, Site]]:
-    return ((deltas, site) for _, deltas, site in stream.read_blocks())
 
 
 class _TIESSurvey:
@@ -171,6 +153,7 @@ class TIES(ScaledMethod):
     elementwise = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.count_buffers and not self.rule.whole_model:
             raise InputError(f"count_buffers is defined for whole-model presets, not {self.preset!r}")
 
@@ -193,24 +176,17 @@ class TIES(ScaledMethod):
     def survey(self, stream: Stream) -> Any:
         if not self.rule.whole_model or not stream.entries:
             return None
-        largest = select_largest(
-            [partial(read_task_vectors, share) for share in stream.divide()],
-            self.count_kept(stream.entries + stream.buffer_entries * self.count_buffers),
-            stream.entries,
-            with_ties=True,
-        )
+        shares = [share.read_blocks for share in stream.divide()]
+        kept = self.count_kept(stream.entries + stream.buffer_entries * self.count_buffers)
+        largest = select_largest(shares, kept, stream.entries, with_ties=True)
+        return _TIESSurvey(largest, lambda: self._find_majority(largest, shares))
 
-        def find_majority() -> float:
-            return self._find_majority(largest, [partial(_read_blocks, share) for share in stream.divide()])
-
-        return _TIESSurvey(largest, find_majority)
-
-    def _find_majority(self, largest: Largest, shares: Sequence[_Blocks]) -> float:
+    def _find_majority(self, largest: Largest, shares: Sequence[Pass]) -> float:
         """The sign of the sum of all elected signs."""
 
-        def add_signs(share: _Blocks) -> float:
+        def add_signs(blocks: Pass) -> float:
             total = torch.zeros((), dtype=torch.float64)
-            for deltas, site in share():
+            for _, deltas, site in blocks():
                 signs = elect(site.weigh(largest.trim(deltas)), self.election)
                 total = total.to(signs.device) + signs.sum(dtype=torch.float64)
             return float(total)
@@ -222,10 +198,8 @@ class TIES(ScaledMethod):
         if self.rule.whole_model:
             return None
         kept, by_majority = self.count_kept(entries), self.rule.even_sign is None
-        largest = select_largest([lambda: (d for _, d, _ in blocks())], kept, entries, with_ties=by_majority)
-        if not by_majority:
-            return _TIESSurvey(largest, lambda: 0.0)
-        majority = self._find_majority(largest, [lambda: ((d, site) for _, d, site in blocks())])
+        largest = select_largest([blocks], kept, entries, with_ties=by_majority)
+        majority = self._find_majority(largest, [blocks]) if by_majority else 0.0
         return _TIESSurvey(largest, lambda: majority)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:

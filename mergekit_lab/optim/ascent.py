@@ -41,7 +41,7 @@ class AscentOptimizer(WrappedOptimizer):
         self,
         named_parameters: Parameters,
         base: BaseOptimizer,
-        rho: NotNegative,
+        rho: NotNegative = 0.05,
         ascent_fraction: Share = 1.0,
         sync_ascent: bool = True,
     ) -> None:

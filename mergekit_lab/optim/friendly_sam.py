@@ -7,17 +7,16 @@ It is subtracted before it is updated with the batch's gradient. The first step 
 Where we differ: as in sam.py, and the running mean is float32 or wider.
 """
 
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from annotated_types import Ge, Le
 from torch import Tensor
 
 from mergekit_lab.optim.ascent import AscentOptimizer
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, combine, lerp_
 from mergekit_lab.optim.precision import widen
 from mergekit_lab.optim.sam import compute_sam_perturbation
-from mergekit_lab.ranges import FASTEST, NotNegative, Proportion
+from mergekit_lab.ranges import NotNegative, Number, Proportion
 
 
 def remove_mean(grads: list[Tensor], mean: list[Tensor], sigma: Setting) -> list[Tensor]:
@@ -51,7 +50,7 @@ class FriendlySAM(AscentOptimizer):
         named_parameters: Parameters,
         base: BaseOptimizer,
         rho: NotNegative = 0.05,
-        sigma: Annotated[float, Ge(-FASTEST), Le(FASTEST)] = 1.0,
+        sigma: Number = 1.0,
         lmbda: Proportion = 0.9,
     ) -> None:
         self.sigma = sigma

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mergekit_lab.optim.noise import Noise
+
 BLOCK = 4096
 _ROW = tl.constexpr(5)
 """Numbers a block: addresses of its weights and copies, the number of its first draw, entries from and to."""
@@ -73,10 +75,7 @@ def save_and_move(
     first: Sequence[int],
     seed: Tensor,
     factor: Tensor,
-    *,
-    distribution: str,
-    loc: float,
-    scale: float,
+    noise: Noise,
 ) -> None:
     """Copy `params` into `copies`, then add `factor` · z to `params` in place, with z drawn entry by entry.
 
@@ -85,7 +84,7 @@ def save_and_move(
         copies: contiguous, with the same shapes and dtypes.
         first: the number of each tensor's first entry. An entry's draw depends only on its number and the seed.
         seed, factor: 0-d tensors on the GPU, int64 and float32.
-        distribution, loc, scale: see `draw_noise`.
+        noise: the distribution of z.
     """
     for dtype in dict.fromkeys(p.dtype for p in params):
         chosen = [
@@ -96,8 +95,8 @@ def save_and_move(
         table = _tabulate(tuple(chosen), dtype.itemsize, seed.device)
         with torch.cuda.device_of(seed):
             _move[(len(table),)](
-                table, seed, factor, loc, scale,
-                TYPE=_TYPES[dtype], LAPLACE=distribution == "laplace", BLOCK=BLOCK, num_warps=8,
+                table, seed, factor, noise.loc, noise.scale,
+                TYPE=_TYPES[dtype], LAPLACE=noise.distribution == "laplace", BLOCK=BLOCK, num_warps=8,
             )  # fmt: skip
 
 
@@ -121,6 +120,6 @@ def probe() -> None:
     """Move a few weights; raise where the kernel cannot be built, or gives something else."""
     weights, copy = torch.zeros(8, device="cuda"), torch.ones(8, device="cuda")
     seed, factor = torch.zeros((), dtype=torch.int64, device="cuda"), torch.ones((), device="cuda")
-    save_and_move([weights], [copy], [0], seed, factor, distribution="laplace", loc=0.0, scale=1.0)
+    save_and_move([weights], [copy], [0], seed, factor, Noise("laplace"))
     if bool(copy.any()) or not bool(weights.all()):
         raise RuntimeError("the first move is wrong")

@@ -12,20 +12,19 @@ to that.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from annotated_types import Ge, Le
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.fit import resolve_fit
-from mergekit_lab.optim.noise import Move, add_offset, draw_noise, hash_bits, to_signed
+from mergekit_lab.optim.noise import Noise, add_offset, hash_bits, load_move, save_and_move, to_signed
 from mergekit_lab.optim.offset import OffsetOptimizer
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
 from mergekit_lab.optim.sharded import is_distributed, is_sharded
 from mergekit_lab.optim.wrapper import Closure
-from mergekit_lab.ranges import FASTEST, Count, NotNegative, require, require_number
+from mergekit_lab.ranges import Count, NotNegative, Number, require
 
 
 def merge_factor(
@@ -82,15 +81,14 @@ class MergOPT(OffsetOptimizer):
     )
     takes_sharded = True
     recordable = True
-    chooses_offset = True
 
     def __init__(
         self,
         named_parameters: Parameters,
         base: BaseOptimizer,
-        coefficients: Sequence[float] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6),
+        coefficients: Sequence[Number] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6),
         max_experts: Count = 7,
-        loc: Annotated[float, Ge(-FASTEST), Le(FASTEST)] = 0.0,
+        loc: Number = 0.0,
         scale: NotNegative | Literal["fit"] = 5e-4,
         distribution: Literal["laplace", "gaussian"] = "laplace",
         seed: int = 0,
@@ -114,8 +112,6 @@ class MergOPT(OffsetOptimizer):
         super().validate()
         if not self.coefficients:
             raise InputError("coefficients is empty; give at least one merging coefficient, such as 0.3")
-        for alpha in self.coefficients:
-            require_number("coefficients", alpha)
         if self.worst_of > 1 and self._maximizes and not all(g.get("maximize") for g in self.param_groups):
             raise InputError(
                 "MergOPT(worst_of=…) needs groups that all minimize or all maximize: set maximize alike in "
@@ -132,6 +128,11 @@ class MergOPT(OffsetOptimizer):
         return self.worst_of + 1 if self.worst_of > 1 and self._has_offset else 1
 
     @property
+    def replayable(self) -> bool:
+        """Not where losses choose the offset: the host compares them."""
+        return super().replayable and self.evaluations_per_step == 1
+
+    @property
     def _has_offset(self) -> bool:
         """Whether z can be other than 0."""
         return self.loc != 0 or self.scale != 0
@@ -144,8 +145,8 @@ class MergOPT(OffsetOptimizer):
         return hash_bits(self.seed, self.steps_done, f"offset{draw_name}"), factor
 
     def save_and_move(self, params: list[Tensor], candidate: int) -> list[Tensor] | None:
-        move = Move.find(params) if self._has_offset else None
-        if move is None:
+        kernels = load_move(params) if self._has_offset else None
+        if kernels is None:
             return super().save_and_move(params, candidate)
         if self.replay is not None:
             seed_tensor, factor_tensor = self.replay.seed, self.replay.factor
@@ -157,26 +158,23 @@ class MergOPT(OffsetOptimizer):
             seed_tensor = torch.full((), to_signed(seed), dtype=torch.int64, device=params[0].device)
             factor_tensor = torch.full((), factor, device=params[0].device)
         copies = self.theta.save(params, copy=False)
-        move(params, copies, seed_tensor, factor_tensor, **self._noise)
+        save_and_move(kernels, params, copies, seed_tensor, factor_tensor, self._noise)
         return copies
 
     def add_offset(self, params: list[Tensor], candidate: int) -> bool:
         if not self._has_offset:
             return False
         if self.replay is not None:
-            draws = draw_noise(params, self.replay.generator, factor=self.replay.factor, **self._noise)
-            for group, z in draws:
-                torch._foreach_add_(group, z)
+            add_offset(params, self.replay.generator, self.replay.factor, self._noise)
             return True
         seed, factor = self.draw(candidate)
-        if factor == 0:
-            return False
-        add_offset(params, seed, factor, **self._noise)
-        return True
+        if factor != 0:
+            add_offset(params, seed, factor, self._noise)
+        return factor != 0
 
     @property
-    def _noise(self) -> dict[str, Any]:
-        return {"distribution": self.distribution, "loc": self.loc, "scale": self.scale}
+    def _noise(self) -> Noise:
+        return Noise(self.distribution, self.loc, self.scale)
 
     def explore(self, closure: Closure) -> Any:
         if self.evaluations_per_step == 1:

@@ -36,7 +36,6 @@ class OffsetOptimizer(WrappedOptimizer):
 
     Attributes:
         steps_done: base steps so far.
-        chooses_offset: whether a step of several evaluations chooses among offsets by their losses.
 
     Raises:
         InputError: a hyper-parameter is out of range; `step` is called in eval mode without a closure; a
@@ -44,7 +43,6 @@ class OffsetOptimizer(WrappedOptimizer):
     """
 
     saved_attributes: ClassVar[tuple[str, ...]] = ("seed", "steps_done")
-    chooses_offset: ClassVar[bool] = False
 
     def __init__(self, named_parameters: Parameters, base: BaseOptimizer, seed: int = 0) -> None:
         self.seed = seed
@@ -63,10 +61,6 @@ class OffsetOptimizer(WrappedOptimizer):
             candidate: index of one of several offsets of the step.
         """
         raise NotImplementedError(f"{type(self).__name__} must define draw(candidate)")
-
-    @property
-    def replayable(self) -> bool:
-        return super().replayable and (self.evaluations_per_step == 1 or not self.chooses_offset)
 
     def prepare_step(self) -> None:
         assert self.replay is not None

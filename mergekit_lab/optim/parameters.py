@@ -108,10 +108,7 @@ def build(base: BaseOptimizer, parameters: list[Any]) -> Optimizer:
     return optimizer
 
 
-Mix = Callable[[list[Tensor], list[Tensor], list[Tensor]], Sequence[Tensor]]
-
-
-def mix_gradients(first: dict[Tensor, Tensor], mix: Mix) -> None:
+def mix_gradients(first: dict[Tensor, Tensor], mix: Callable[..., Sequence[Tensor]]) -> None:
     """Replace gradients by `mix(params, first, second)`, where `second` are the current gradients.
 
     Parameters without a current gradient, or not in `first`, are not changed.

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mergekit_lab.optim.noise import draw_noise, hash_bits
+from mergekit_lab.optim.noise import Noise, draw_noise, hash_bits
 from mergekit_lab.optim.offset import OffsetOptimizer
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, mix_gradients
 from mergekit_lab.optim.pgn import interpolate
@@ -37,7 +37,7 @@ def filter_norms(weight: Tensor) -> Tensor:
 
 def add_filter_noise(params: list[Tensor], seed: int | torch.Generator, gamma: float) -> None:
     """Add γ ‖filter‖ z to `params` in place, z standard normal; `seed` as in `draw_noise`."""
-    for group, z in draw_noise(params, seed, distribution="gaussian", loc=0.0, scale=gamma):
+    for group, z in draw_noise(params, seed, Noise("gaussian", scale=gamma)):
         torch._foreach_mul_(z, [filter_norms(p) for p in group])
         torch._foreach_add_(group, z)
 

@@ -14,9 +14,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from mergekit_lab.optim.ascent import AscentOptimizer
-from mergekit_lab.optim.parameters import BaseOptimizer, Parameters, Setting, combine, scale
+from mergekit_lab.optim.parameters import Setting, combine, scale
 from mergekit_lab.optim.sharded import compute_global_norm
-from mergekit_lab.ranges import NotNegative, Share
 
 
 def compute_sam_perturbation(grads: Sequence[Tensor], rho: Setting) -> list[Tensor]:
@@ -57,16 +56,6 @@ class SAM(AscentOptimizer):
     saved_attributes: ClassVar[tuple[str, ...]] = ("ascent_fraction", "sync_ascent")
     takes_sharded = True
     recordable = True
-
-    def __init__(
-        self,
-        named_parameters: Parameters,
-        base: BaseOptimizer,
-        rho: NotNegative = 0.05,
-        ascent_fraction: Share = 1.0,
-        sync_ascent: bool = True,
-    ) -> None:
-        super().__init__(named_parameters, base, rho, ascent_fraction, sync_ascent)
 
     def compute_perturbation(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         return compute_sam_perturbation(grads, self.read_setting("rho", params, signed=True))

@@ -35,15 +35,6 @@ def take_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def take_part_like(full: Tensor, like: Tensor) -> Tensor:
-    """The part of `full` that this process holds of `like`, which has the same shape. It needs no
-    communication.
-
-    Every process must bring the same `full`.
-    """
-    return take_part(spread_like(full, like))
-
-
 def spread_like(full: Tensor, like: Tensor) -> Tensor:
     """Shard `full` as `like` is sharded, which has the same shape. If `like` is whole, return `full`. It needs
     no communication.

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.optim.ascent import AscentOptimizer
-from mergekit_lab.optim.noise import hash_bits, sample
+from mergekit_lab.optim.noise import Noise, hash_bits
 from mergekit_lab.optim.parameters import BaseOptimizer, Parameters
 from mergekit_lab.optim.precision import widen
 from mergekit_lab.optim.sam import compute_sam_perturbation
@@ -72,9 +72,9 @@ class SparseAscent(AscentOptimizer):
         self,
         named_parameters: Parameters,
         base: BaseOptimizer,
-        rho: NotNegative,
-        sparsity: Proportion,
-        every: Count,
+        rho: NotNegative = 0.05,
+        sparsity: Proportion = 0.5,
+        every: Count = 100,
     ) -> None:
         self.sparsity = sparsity
         self.every = every
@@ -122,17 +122,7 @@ class SSAMF(SparseAscent):
     saved_tensors: ClassVar[tuple[str, ...]] = ("squares",)
     recordable = True
     squares: dict[Tensor, Tensor]
-
-    def __init__(
-        self,
-        named_parameters: Parameters,
-        base: BaseOptimizer,
-        rho: NotNegative = 0.05,
-        sparsity: Proportion = 0.5,
-        every: Count = 100,
-    ) -> None:
-        self.external_fisher = False
-        super().__init__(named_parameters, base, rho, sparsity, every)
+    external_fisher = False
 
     def use_fisher(self, fisher: Mapping[str, Tensor]) -> None:
         """Mask by this empirical Fisher diagonal from now on, instead of estimating one.
@@ -226,4 +216,4 @@ class SSAMD(SparseAscent):
     def _draw_like(self, params: list[Tensor], what: str) -> Tensor:
         generator = torch.Generator(params[0].device).manual_seed(hash_bits(self.seed, self.steps_done, what))
         count = sum(p.numel() for p in params)
-        return sample(count, generator, torch.float32, distribution="gaussian", loc=0.0, scale=1.0)
+        return Noise("gaussian").draw(count, generator, torch.float32)

@@ -19,13 +19,16 @@ log = logging.getLogger(__name__)
 FILE = "data_check.json"
 
 
-def run_check_data(cfg: DictConfig, folder: Path) -> list[DataCheck]:
+def run_check_data(cfg: DictConfig, folder: Path) -> None:
     """Decode every image of every task; print what there is, and write it to `data_check.json`.
 
     Raises:
         InputError: images that cannot be decoded, or labels that cannot be those of the class names; after all
             tasks were looked at.
     """
+    if cfg.dry_run:
+        log.info("check_data would decode every image of %s", ", ".join(cfg.suite.tasks))
+        return
     tasks = [build(node, Task) for node in cfg.suite.tasks.values()]
     checks = []
     for task in tasks:
@@ -42,7 +45,6 @@ def run_check_data(cfg: DictConfig, folder: Path) -> list[DataCheck]:
     log.info("data check %s", folder / FILE)
     if wrong := [line for check in checks for line in check.wrong]:
         raise InputError("; ".join(dict.fromkeys(wrong)) + f": {folder / FILE} has the first of each task")
-    return checks
 
 
 def describe(check: DataCheck) -> Sequence[str]:

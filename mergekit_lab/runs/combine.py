@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mergekit_lab.checkpoints import open_checkpoint
+from mergekit_lab.digests import read_version
 from mergekit_lab.merging import Method, merge_state_dicts
 from mergekit_lab.merging.inputs import Source
 from mergekit_lab.prefetch import prefetch
@@ -18,7 +19,6 @@ from mergekit_lab.runs.mergers import Merger
 from mergekit_lab.runs.nodes import Node
 from mergekit_lab.runs.own_code import describe_code
 from mergekit_lab.runs.run import MODEL, HeldKey, Run, State, move_state
-from mergekit_lab.store.artifact import read_version
 
 
 def list_merge_inputs(run: Run, merger: Merger) -> tuple[Node, ...]:

@@ -17,7 +17,7 @@ from mergekit_lab.errors import InputError, say_error
 from mergekit_lab.failure import remove_failure, write_failure
 from mergekit_lab.machine import count_cores
 from mergekit_lab.runs.settle import settle
-from mergekit_lab.schema.stages import ON_DATA, check_stages, list_stages
+from mergekit_lab.schema.stages import ON_DATA, check_stages
 from mergekit_lab.store import make_key
 
 if TYPE_CHECKING:
@@ -36,13 +36,7 @@ _NOT_IDENTIFYING = {
 
 
 def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: list[str]) -> float | None:
-    """Run the stages that the configuration names.
-
-    Args:
-        cfg: the composed configuration.
-        folder: where the report goes.
-        choices: the option taken of each group.
-        overrides: as on the command line; kept beside the error if the run fails.
+    """Run the stages that the configuration names; arguments are as `programs.start` takes them.
 
     Returns:
         What the configuration asks for as `objective`; None where it asks for nothing, or plans.
@@ -66,7 +60,7 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
     if set(wanted) & set(ON_DATA):
         check(cfg)
         for name in wanted:
-            _run_on_data(name, cfg, folder)
+            getattr(import_module(f"mergekit_lab.runs.{name}"), f"run_{name}")(cfg, folder)
         return None
     if cfg.runs is not None:
         if wanted != ["report"]:
@@ -85,20 +79,6 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
         log.info("%s", describe_plan([run]))
         return None
     return _run_stages(run, wanted)
-
-
-def _run_on_data(stage: str, cfg: DictConfig, folder: Path) -> None:
-    """A stage on data sets and weights alone: nothing is trained, and no store is needed."""
-    if stage == "fetch":
-        from mergekit_lab.runs.fetch import run_fetch
-
-        run_fetch(cfg)
-    elif cfg.dry_run:
-        log.info("check_data would decode every image of %s", ", ".join(cfg.suite.tasks))
-    else:
-        from mergekit_lab.runs.check_data import run_check_data
-
-        run_check_data(cfg, folder)
 
 
 def _run_stages(run: Run, wanted: list[str]) -> float | None:
@@ -154,26 +134,15 @@ def make_run(
     Raises:
         InputError: it is not.
     """
+    from mergekit_lab.runs.fetch import refuse_missing
     from mergekit_lab.runs.run import Run
     from mergekit_lab.schema.run import check, with_chosen_merger
 
     cfg = settle(cfg)
     refuse_missing(cfg)
-    check(cfg)
-    run = Run(with_chosen_merger(cfg, overrides), folder, choices, shared)
+    run = Run(with_chosen_merger(check(cfg), overrides), folder, choices, shared)
     run.arguments = overrides
     return run
-
-
-def refuse_missing(*configs: DictConfig) -> None:
-    """Refuse a run, or jobs of a sweep, whose data, weights or experts cannot be had; `fetch` says how.
-
-    Stages that fetch them, or have inputs of their own, need none.
-    """
-    from mergekit_lab.runs import fetch
-
-    needing = [cfg for cfg in configs if not {"store", *ON_DATA} & set(list_stages(cfg)) and cfg.runs is None]
-    fetch.refuse_missing(*map(settle, needing))
 
 
 @contextmanager
@@ -204,7 +173,7 @@ def _track(run: Run, job: str) -> Iterator[None]:
         group=run.choices.get("experiment") or run.plain["suite"]["name"],
         job_type=job,
         identity=make_key({"job": job, "configuration": deciding}),
-        tags=[run.choices.get("backbone", ""), run.optimizer_name, *mergers],
+        tags=[run.choices.get("backbone", ""), run.name_optimizer(), *mergers],
     )
     run.tracker.start(start)
     try:

@@ -18,7 +18,9 @@ from mergekit_lab.backbones import Backbone, OpenClip
 from mergekit_lab.checkpoints import explain_unreachable, get_snapshot
 from mergekit_lab.errors import InputError
 from mergekit_lab.runs.published_experts import find_expert, locate_experts, must_download, parse_expert_id
+from mergekit_lab.runs.settle import settle
 from mergekit_lab.schema.check import build
+from mergekit_lab.schema.stages import ON_DATA, list_stages
 from mergekit_lab.tasks import HubImages
 
 log = logging.getLogger(__name__)
@@ -31,13 +33,15 @@ def refuse_missing(*configs: DictConfig) -> None:
 
     Args:
         configs: of a run; or of those jobs of a sweep that differ in what they need. While one of them lacks
-            nothing the sweep goes on, with a warning of what the others will be refused for.
+            nothing the sweep goes on, with a warning of what the others will be refused for. Stages that fetch,
+            or have inputs of their own, need nothing.
 
     Raises:
         InputError: something that was named does not exist, or the hub cannot be reached; the message lists
             everything that is missing, and the ways out.
     """
-    lists = [_list_lacking(cfg) for cfg in configs]
+    needing = [cfg for cfg in configs if not {"store", *ON_DATA} & set(list_stages(cfg)) and cfg.runs is None]
+    lists = [_list_lacking(settle(cfg)) for cfg in needing]
     cause = explain_unreachable() if any(missing for missing, _ in lists) else None
     lacking = [[*(missing if cause else ()), *wrong] for missing, wrong in lists]
     lines = list(dict.fromkeys(line for each in lacking for line in each))
@@ -47,7 +51,7 @@ def refuse_missing(*configs: DictConfig) -> None:
         message = "\n".join(lines)
     else:
         listed = "\n".join(f"  {line}" for line in lines)
-        what = "run" if len(configs) == 1 else "sweep"
+        what = "run" if len(needing) == 1 else "sweep"
         message = (
             f"{len(lines)} missing for this {what}, and the hub cannot be reached ({cause}):\n"
             f"{listed}\nWith a network, run the same command with stage=fetch fetch_to=FOLDER, "
@@ -106,14 +110,12 @@ def build_parts(cfg: DictConfig) -> tuple[Any, list[HubImages]]:
     return build(cfg.backbone, Backbone), tasks
 
 
-def run_fetch(cfg: DictConfig) -> Path:
-    """Download data sets, weights and experts of a run's configuration; of a dry run, list them.
+def run_fetch(cfg: DictConfig, folder: Path) -> None:
+    """Download data sets, weights and experts of a run's configuration into its `fetch_to`; of a dry run, list
+    them. `USE.txt` there says what to add to the command on the other machine.
 
     An interrupted fetch continues: the hub's client keeps complete files. Jobs that differ in their backbones
     may share the folder: weights and experts lie below the architecture's name.
-
-    Returns:
-        The folder. `USE.txt` in the folder says what to add to the command on the other machine.
 
     Raises:
         InputError: something cannot be downloaded.
@@ -146,11 +148,10 @@ def run_fetch(cfg: DictConfig) -> Path:
         if not cfg.dry_run:
             fetch()
     if cfg.dry_run:
-        return out
+        return
     out.mkdir(parents=True, exist_ok=True)
     (out / USE).write_text(f"Add to the command, FOLDER being where this folder is:\n\n{' '.join(use)}\n")
     log.info("fetched: %s says what to add to the command there", out / USE)
-    return out
 
 
 def _fetch_data(task: HubImages, target: Path) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mergekit_lab.errors import InputError, say_bytes
 from mergekit_lab.machine import count_free_bytes
 from mergekit_lab.store import Store
@@ -22,10 +24,12 @@ class StoreKeeper:
     Args:
         store: where things are kept.
         images_limit_gb: what decoded images may take of it.
+        device: the run's.
     """
 
     store: Store
     images_limit_gb: float
+    device: torch.device
 
     def __call__(
         self, kind: str, content: Mapping[str, Any], size: int, make: Callable[[Path], Mapping[str, Any]]

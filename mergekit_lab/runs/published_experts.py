@@ -107,7 +107,7 @@ def read_import_content(source: str, backbone: Mapping[str, Any], task: str) -> 
     In the store its data and head name it too: on others its Fisher is another.
     """
     files = list_deciding_files(source, f"the expert of {task}" if task else "an expert")
-    digests = [hash_file(file, remember=True) for file in files]
+    digests = [hash_file(file) for file in files]
     digest = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
     return {"backbone": dict(backbone), "imported": digest, "task": task}
 

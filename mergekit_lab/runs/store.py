@@ -56,9 +56,7 @@ def run_store(cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None
         from mergekit_lab.runs.settle import settle
         from mergekit_lab.schema.run import check
 
-        cfg = settle(cfg)
-        check(cfg)
-        _OF_RUNS[settings.action](Run(cfg, folder, choices), settings)
+        _OF_RUNS[settings.action](Run(check(settle(cfg)), folder, choices), settings)
     else:
         _OF_STORES[settings.action](store, settings, cfg)
 

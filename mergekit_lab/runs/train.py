@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from mergekit_lab.checkpoints import write_tensors
 from mergekit_lab.memory import fit_memory
-from mergekit_lab.reporting import Tracker
 from mergekit_lab.runs.run import MODEL, Run
 from mergekit_lab.schema.run import make_optimizer_factory
 from mergekit_lab.store import Workspace
@@ -60,15 +57,8 @@ class Training:
             return self.train(workspace)
         devices = (run.devices * run.processes)[: run.processes]
         log.info("%s: training %s in %d processes (%s)", self.title, budget, len(devices), run.trainer.strategy)
-        optimizer: Any = OmegaConf.to_container(self.optimizer, resolve=True)
-        fit = None if self.fit is None else dict(self.fit)
-        shared = (run.plain, str(run.folder), dict(run.choices))
         import_ahead(IMPORTS)
-        return run_together(
-            _train_a_rank,
-            (shared, (self.title, list(self.tasks), optimizer, settings, fit), workspace),
-            devices,
-        )
+        return run_together(Training.train, (self, workspace), devices)
 
     def train(self, workspace: Workspace) -> Mapping[str, Any]:
         """Train in this process; where processes train together, every one calls this, and the first writes.
@@ -137,15 +127,3 @@ class Training:
             devices = [run.device.index] if on_card else 1
         shared = {name: value for name, value in asdict(run.trainer).items() if name != "processes"}
         return shared | {"devices": devices}
-
-
-def _train_a_rank(
-    shared: tuple[Any, ...], training: tuple[Any, ...], workspace: Workspace
-) -> Mapping[str, Any]:
-    """One of the processes that train together: the objects of the run built anew, and no lock."""
-    plain, folder, choices = shared
-    title, tasks, optimizer, settings, fit = training
-    logging.basicConfig(format="%(message)s", stream=sys.stdout)
-    run = Run(OmegaConf.create(plain), Path(folder), choices)
-    run.tracker = Tracker()
-    return Training(run, title, tasks, OmegaConf.create(optimizer), settings, fit).train(workspace)

@@ -9,11 +9,12 @@ the signature that takes what it makes, has said of which class that must be.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from hydra.core.hydra_config import HydraConfig
@@ -23,11 +24,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mergekit_lab.errors import InputError, abbreviate, say_error, suggest
-from mergekit_lab.ranges import require
+from mergekit_lab.ranges import check_value, describe_type, list_options, require, strip_annotation
 from mergekit_lab.schema.target import Target
-from mergekit_lab.schema.values import check_value, find_inner_type, list_options
 
 T = TypeVar("T")
+_MAPPINGS = (dict, Mapping)
+_SEQUENCES = (list, tuple, set, Sequence, Iterable)
 _HYDRA_KEYS = {"_target_", "_partial_", "_recursive_", "_convert_"}
 
 
@@ -41,25 +43,24 @@ def build(node: Any, kind: Callable[..., T]) -> T:
     Raises:
         InputError: the target is no such class, or refuses its arguments.
     """
-    built = _instantiate(node, kind)
-    if isinstance(built, partial):
-        raise InputError(f"remove `_partial_` from the configuration of {node['_target_']}")
+    built: T = _instantiate(node, kind, False)
     return built
 
 
 def build_partial(node: Any, kind: Callable[..., T]) -> partial[T]:
     """The same for a node that says `_partial_: true`: a call of the result makes a `kind`."""
-    built = _instantiate(node, kind)
-    if not isinstance(built, partial):
-        raise InputError(f"the configuration of {node['_target_']} needs `_partial_: true`")
+    built: partial[T] = _instantiate(node, kind, True)
     return built
 
 
-def _instantiate(node: Any, kind: Callable[..., Any]) -> Any:
+def _instantiate(node: Any, kind: Callable[..., Any], partially: bool) -> Any:
     plain: Any = OmegaConf.to_container(
         node if OmegaConf.is_config(node) else OmegaConf.create(node), resolve=True
     )
     _check(plain, Target[kind], ())  # type: ignore[valid-type]
+    if bool(plain.get("_partial_")) != partially:
+        how = "needs `_partial_: true`" if partially else "may have no `_partial_`"
+        raise InputError(f"the configuration of {plain['_target_']} {how}")
     try:
         return instantiate(node, _convert_="all")
     except HydraException as error:
@@ -67,34 +68,6 @@ def _instantiate(node: Any, kind: Callable[..., Any]) -> Any:
         if isinstance(cause, InputError):
             raise cause from None
         raise InputError(f"{plain['_target_']} cannot be built: {cause or error}") from None
-
-
-def with_floats(cfg: DictConfig, schema: type) -> DictConfig:
-    """The configuration with `1.0` for every `1` that is read as a float: keys tell them apart."""
-    converted: DictConfig = OmegaConf.create(_as_declared(OmegaConf.to_container(cfg, resolve=False), schema))
-    OmegaConf.set_struct(converted, OmegaConf.is_struct(cfg))
-    return converted
-
-
-def _as_declared(value: Any, hint: Any) -> Any:
-    if type(value) is int:
-        options = [
-            get_args(option)[0] if hasattr(option, "__metadata__") else option for option in list_options(hint)
-        ]
-        return float(value) if float in options and int not in options else value
-    if isinstance(value, list):
-        return [_as_declared(item, find_inner_type(hint, value)) for item in value]
-    if not isinstance(value, Mapping):
-        return value
-    hints: Mapping[str, Any] = {}
-    if "_target_" in value:
-        with suppress(Exception):  # one that is not there is refused by the check
-            hints = _read_hints(get_object(value["_target_"]))
-    elif is_dataclass(hint):
-        hints = get_type_hints(hint, include_extras=True)
-    return {
-        name: _as_declared(item, hints.get(name, find_inner_type(hint, value))) for name, item in value.items()
-    }
 
 
 def _read_hints(target: Any) -> Mapping[str, Any]:
@@ -105,8 +78,11 @@ def _read_hints(target: Any) -> Mapping[str, Any]:
     return {}
 
 
-def check_against(cfg: DictConfig, schema: type) -> None:
+def check_against(cfg: DictConfig, schema: type) -> DictConfig:
     """Refuse every key that no field of the schema reads.
+
+    Returns:
+        The configuration with `1.0` for every `1` that is read as a float: keys tell them apart.
 
     Raises:
         InputError: an unknown key (with its file and the nearest known one), an interpolation that does not
@@ -116,10 +92,22 @@ def check_against(cfg: DictConfig, schema: type) -> None:
         plain: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise InputError(f"the configuration does not resolve: {say_error(error)}") from None
-    _check_keys(plain, schema, ())
+    read = _check_keys(plain, schema, ())
+    converted: DictConfig = OmegaConf.create(_with_floats(OmegaConf.to_container(cfg, resolve=False), read))
+    OmegaConf.set_struct(converted, OmegaConf.is_struct(cfg))
+    return converted
 
 
-def check_group(node: Any, kind: type, path: tuple[str, ...]) -> None:
+def _with_floats(value: Any, read: Any) -> Any:
+    """A value with the floats of what was read of it."""
+    if isinstance(value, Mapping):
+        return {name: _with_floats(item, read[name]) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_with_floats(*pair) for pair in zip(value, read, strict=True)]
+    return read if type(value) is int and type(read) is float else value
+
+
+def check_group(node: Any, kind: type, path: tuple[str, ...]) -> Mapping[str, Any]:
     """A group of keys that a dataclass of the schema reads, which then checks what crosses fields.
 
     Args:
@@ -128,14 +116,15 @@ def check_group(node: Any, kind: type, path: tuple[str, ...]) -> None:
     """
     where = ".".join(path)
     require(isinstance(node, Mapping), where, node, "a group of keys")
-    _check_keys(node, kind, path)
+    read = _check_keys(node, kind, path)
     try:
         kind(**node)
     except TypeError as error:
         raise InputError(f"{where}: {error}") from None
+    return read
 
 
-def _check_keys(node: Mapping[str, Any], taker: Any, path: tuple[str, ...]) -> None:
+def _check_keys(node: Mapping[str, Any], taker: Any, path: tuple[str, ...]) -> Mapping[str, Any]:
     """The keys of a group against the fields of a schema's dataclass, or what a target takes."""
     is_target = "_target_" in node
     parameters = inspect.signature(taker).parameters
@@ -146,26 +135,41 @@ def _check_keys(node: Mapping[str, Any], taker: Any, path: tuple[str, ...]) -> N
     lacking = [name for name, each in parameters.items() if name not in keys and each.default is each.empty]
     if lacking and not is_target:
         raise InputError(f"the configuration lacks {'.'.join((*path, lacking[0]))}")
+    read = dict(node)
     # groups first: optimizers interpolate training's values, which are told of by their own name
     for name in keys if is_target else sorted(keys, key=lambda name: not is_dataclass(hints[name])):
         if is_target and name == "coefficient" and keys[name] is None:
             continue  # validation chooses it
-        if not is_target and is_dataclass(hints[name]):
-            check_group(keys[name], hints[name], (*path, name))
-        else:
-            _check(keys[name], hints.get(name, Any), (*path, name))
+        check = check_group if not is_target and is_dataclass(hints[name]) else _check
+        read[name] = check(keys[name], hints.get(name, Any), (*path, name))
+    return read
 
 
-def _check(value: Any, hint: Any, path: tuple[str, ...]) -> None:
-    """One value against its type, and every target in it."""
+def _check(value: Any, hint: Any, path: tuple[str, ...]) -> Any:
+    """One value against its type, and every target in it; returns it as it is read."""
+    inner, options = _find_inner_type(hint, value), list(map(strip_annotation, list_options(hint)))
+    name = ".".join(path)
     if isinstance(value, Mapping) and "_target_" in value:
-        _check_target(value, hint, path)
-    elif (isinstance(value, Mapping) and find_inner_type(hint, value) is not Any) or _holds_target(value):
+        return _check_target(value, hint, path)
+    if (isinstance(value, Mapping) and inner is not Any) or _holds_target(value):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for name, item in items:
-            _check(item, find_inner_type(hint, value), (*path, str(name)))
-    else:
-        check_value(value, hint, ".".join(path))
+        read = {key: _check(item, inner, (*path, str(key))) for key, item in items}
+        return read if isinstance(value, Mapping) else list(read.values())
+    if any(get_origin(option) is Target for option in options):
+        require(value is None and NoneType in options, name, value, "a group with a _target_")
+        return value
+    if isinstance(value, Mapping) and not any(o is Any or (get_origin(o) or o) in _MAPPINGS for o in options):
+        require(False, name, value, describe_type(hint))
+    return check_value(value, hint, name)
+
+
+def _find_inner_type(hint: Any, value: object) -> Any:
+    """What a type declares for the items of a list or mapping; `Any` if it is not declared."""
+    wanted = _MAPPINGS if isinstance(value, Mapping) else _SEQUENCES
+    for option in map(strip_annotation, list_options(hint)):
+        if get_origin(option) in wanted:
+            return next((each for each in reversed(get_args(option)) if each is not Ellipsis), Any)
+    return Any
 
 
 def _holds_target(value: Any) -> bool:
@@ -174,7 +178,7 @@ def _holds_target(value: Any) -> bool:
     return isinstance(value, list) and any(map(_holds_target, value))
 
 
-def _check_target(node: Mapping[str, Any], hint: Any, path: tuple[str, ...]) -> None:
+def _check_target(node: Mapping[str, Any], hint: Any, path: tuple[str, ...]) -> Mapping[str, Any]:
     """Resolve a `_target_`, and refuse one that does not make what its place asks for: it is not called."""
     where = ".".join((*path, "_target_"))
     wanted = _list_classes(hint)
@@ -187,7 +191,7 @@ def _check_target(node: Mapping[str, Any], hint: Any, path: tuple[str, ...]) -> 
     returned = target if inspect.isclass(target) else _find_returned_class(target)
     rule = f"a {' or '.join(kind.__name__ for kind in wanted)}, or a subclass of it"
     require(returned is not None and issubclass(returned, wanted), where, node["_target_"], rule)
-    _check_keys(node, target, path)
+    return _check_keys(node, target, path)
 
 
 def _list_classes(hint: Any) -> tuple[type, ...]:

@@ -243,14 +243,14 @@ class Main:
     objective: Literal["normalized", "value"] | None
 
 
-def check(cfg: DictConfig) -> None:
-    """Refuse every key that nothing reads, before any work.
+def check(cfg: DictConfig) -> DictConfig:
+    """Refuse every key that nothing reads, before any work; returns the configuration as `check_against` does.
 
     Raises:
         InputError: an unknown key (with its file and the nearest known one), an interpolation that does not
             resolve, or a value of the wrong kind or range.
     """
-    check_against(cfg, Main)
+    cfg = check_against(cfg, Main)
     if cfg.objective and not (cfg.mergers or cfg.merger):
         raise InputError(
             f"objective={cfg.objective} scores merged models, and this run has none: set merger=NAME"
@@ -288,6 +288,7 @@ def check(cfg: DictConfig) -> None:
             )
     if cfg.trainer.strategy == "fsdp":
         _refuse_what_needs_whole_weights(finetuning, optimizers)
+    return cfg
 
 
 def with_chosen_merger(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:

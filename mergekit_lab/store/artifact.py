@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from mergekit_lab.digests import hash_bytes
 from mergekit_lab.errors import InputError
 from mergekit_lab.paths import is_stream
 from mergekit_lab.store.files import read_file
@@ -72,22 +72,17 @@ class Artifact:
     schema: int = SCHEMA
 
     def find_file(self, name: str) -> Path:
-        """A file's path; its bytes are compared with the hash in the manifest, once in a process unless they
-        change, and not where this process has published them.
+        """A file's path; its bytes are compared with the hash in the manifest.
 
         Raises:
             InputError: it was published, and is gone or other than it was.
         """
-        path = self.folder / name
-        if name in self.files and not _is_sound(path):
-            version = read_version(path)
-            if wrong := self.find_damage(name):
-                raise InputError(
-                    f"{wrong}: delete the folder {self.folder} (or run stage=store store.action=verify "
-                    "store.confirm=true), and it is made again"
-                )
-            remember_sound(path, version)
-        return path
+        if name in self.files and (wrong := self.find_damage(name)):
+            raise InputError(
+                f"{wrong}: delete the folder {self.folder} (or run stage=store store.action=verify "
+                "store.confirm=true), and it is made again"
+            )
+        return self.folder / name
 
     def find_damage(self, name: str) -> str | None:
         """A damaged file's problem, or None.
@@ -115,34 +110,6 @@ class Artifact:
     def title(self) -> str:
         """What messages call it."""
         return f"the stored {self.kind} {self.key}"
-
-
-Version = tuple[int, int, int, int]
-"""A file's inode, size and times of change: others where it was written to or replaced."""
-TICK = 20_000_000
-"""Nanoseconds after a change in which a file system may give another change the same time."""
-_sound: dict[Path, Version] = {}
-"""Files whose bytes are known to be the published ones, as they were then."""
-
-
-def read_version(path: Path) -> Version | None:
-    """A file's version; None where there is no file that can be asked, or where it was changed just now."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    times = status.st_mtime_ns, status.st_ctime_ns
-    return None if time.time_ns() - max(times) < TICK else (status.st_ino, status.st_size, *times)
-
-
-def remember_sound(path: Path, version: Version | None) -> None:
-    """Remember that a file has the published bytes while it has this version."""
-    if version is not None:
-        _sound[path] = version
-
-
-def _is_sound(path: Path) -> bool:
-    return path in _sound and _sound[path] == read_version(path)
 
 
 def read_artifact(folder: Path) -> Artifact:
@@ -183,10 +150,3 @@ def explain_unknown(path: Path, reason: str) -> InputError:
 def show_name(name: str) -> str:
     """A name that others may have given, with escapes for what a terminal would obey or cannot show."""
     return name if name.isprintable() else ascii(name)
-
-
-def hash_bytes(path: Path) -> str:
-    """The SHA-256 of a file's bytes."""
-    from mergekit_lab.checkpoints import hash_file  # brings torch, which listing a store does without
-
-    return hash_file(path)

@@ -20,7 +20,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
@@ -28,22 +28,19 @@ from pathlib import Path
 from typing import Any
 
 from mergekit_lab import __version__
+from mergekit_lab.digests import TICK, hash_bytes
 from mergekit_lab.errors import InputError
 from mergekit_lab.paths import is_stream, sync_to_disk
 from mergekit_lab.store.artifact import (
     DAMAGE,
     MANIFEST,
     SCHEMA,
-    TICK,
     TIME,
     Artifact,
     digest_manifest,
     explain_unknown,
-    hash_bytes,
     make_key,
     read_artifact,
-    read_version,
-    remember_sound,
 )
 from mergekit_lab.store.files import discard
 from mergekit_lab.store.lock import FolderLock
@@ -193,14 +190,12 @@ class Store:
     def _lock(self, kind: str, key: str) -> Iterator[FolderLock]:
         folder = self.root / "locks"
         lock = FolderLock(folder / f"{kind}-{key}", f"{kind} {key}", stale_after=self.stale_after)
-        with self._require_writable():
-            _make_folder(folder)
-            lock.__enter__()
-        try:
+        with ExitStack() as held:
+            with self._require_writable():
+                _make_folder(folder)
+                held.enter_context(lock)
             lock.clear_around()
             yield lock
-        finally:
-            lock.__exit__(None, None, None)
 
     @contextmanager
     def _require_writable(self) -> Iterator[None]:
@@ -236,7 +231,6 @@ class Store:
         paths = {str(p.relative_to(out)): p for p in sorted(out.rglob("*")) if p.is_file()}
         if any(path.stat().st_size > _LARGE for path in paths.values()):
             time.sleep(TICK / 1e9)  # so that large files have versions, and are not hashed again
-        versions = {name: read_version(path) for name, path in paths.items()}
         with ThreadPoolExecutor(1, "sync") as pool:  # while the disk writes, the same bytes are hashed
             synced = [pool.submit(sync_to_disk, path) for path in paths.values()]
             files = {name: hash_bytes(path) for name, path in paths.items()}
@@ -270,9 +264,6 @@ class Store:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             log.info("%s %s was published by another process meanwhile", kind, key)  # ours was taken for dead
-        else:
-            for name, version in versions.items():
-                remember_sound(target / name, version)
         sync_to_disk(target.parent)
 
 

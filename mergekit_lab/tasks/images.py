@@ -13,7 +13,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from mergekit_lab.errors import InputError, join_names, suggest
-from mergekit_lab.ranges import require, require_whole
+from mergekit_lab.ranges import Count, check_value, require
 from mergekit_lab.tasks.decoding import (
     FORM,
     Pictures,
@@ -52,7 +52,12 @@ class Keeper(Protocol):
     """Makes a folder of files once and finds it again: `(kind, content, bytes to write, make)` → folder.
 
     `content` is everything that decides the files, and names the folder. `make` fills an empty folder.
+
+    Attributes:
+        device: where arithmetic runs that `make` needs.
     """
+
+    device: torch.device
 
     def __call__(self, kind: str, content: Mapping[str, Any], size: int, make: Make) -> Path: ...
 
@@ -113,15 +118,11 @@ class HubImages(ImageTask):
             )
         share, most = self.validation_share, self.validation_most
         require(0 < share < 1, f"task {self.name!r}: validation_share", share, "in (0, 1)")
-        require_whole(f"task {self.name!r}: validation_most", most, 1)
+        check_value(most, Count, f"task {self.name!r}: validation_most")
         if any("{}" not in template for template in self.templates):
             raise InputError(
                 f"task {self.name!r}: a prompt of {self.prompts!r} has no '{{}}' for the class name"
             )
-
-    def with_keeper(self, keep: Keeper) -> HubImages:
-        """A copy of the task whose data `keep` holds."""
-        return replace(self, keep=keep)
 
     @cached_property
     def classes(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -24,7 +24,7 @@ import torch
 from mergekit_lab.checkpoints import explain_unreachable
 from mergekit_lab.errors import InputError, join_names, say_error, suggest
 from mergekit_lab.paths import find_default_store
-from mergekit_lab.ranges import require_choice, require_whole
+from mergekit_lab.ranges import Count, check_value, require_choice
 
 from .metrics import METRICS
 from .sources import explain_parquet_errors
@@ -78,7 +78,7 @@ class TextTask(Task):
                 raise InputError(
                     f"task {self.name!r}: choices are {list(self.choices)}; two or more, all different"
                 )
-        require_whole(f"task {self.name!r}: max_new_tokens", self.max_new_tokens, 1)
+        check_value(self.max_new_tokens, Count, f"task {self.name!r}: max_new_tokens")
         object.__setattr__(self, "templates", tuple(self.templates))
         wrong = [template for template in self.templates if "{}" not in template]
         if wrong or not self.templates:

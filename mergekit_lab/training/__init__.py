@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from mergekit_lab.training.settings import TrainingSettings
 
 if TYPE_CHECKING:
-    from mergekit_lab.training.cost import TrainingCost
+    from mergekit_lab.training.clock import TrainingCost
     from mergekit_lab.training.data import StepBatches
     from mergekit_lab.training.fit import finetune
     from mergekit_lab.training.module import FinetuneModule
 
 _LATER = {
-    "TrainingCost": "cost",
+    "TrainingCost": "clock",
     "StepBatches": "data",
     "finetune": "fit",
     "FinetuneModule": "module",

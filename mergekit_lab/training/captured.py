@@ -74,7 +74,7 @@ class Replay:
         key = self._find_key(batch)
         recording = self._recordings.get(key)
         if recording is not None:
-            torch._foreach_copy_(recording.inputs, list(_list_tensors(batch)))
+            torch._foreach_copy_(recording.inputs, [tensor for _, tensor in _name_tensors(batch)])
             if self._optimizer is not None:
                 self._optimizer.prepare_step()
             recording.graph.replay()
@@ -132,7 +132,3 @@ def _name_tensors(batch: Batches) -> Iterator[tuple[tuple[str, Any], Tensor]]:
     for task, part in batch.items():
         for name, tensor in part.items() if isinstance(part, Mapping) else enumerate(part):
             yield (task, name), tensor
-
-
-def _list_tensors(batch: Batches) -> Iterator[Tensor]:
-    return (tensor for _, tensor in _name_tensors(batch))

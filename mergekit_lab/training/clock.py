@@ -1,4 +1,4 @@
-"""A budget of seconds: a clock that stops training, validates, and reports progress."""
+"""The time of a training, without validation: a budget of seconds, and what steps cost."""
 
 from __future__ import annotations
 
@@ -11,6 +11,39 @@ from lightning.pytorch.callbacks import Callback
 
 NEVER = 10**9
 """Steps between validations, and batches of an epoch, where a clock decides instead."""
+_WARM_UP = 5
+
+
+class Stopwatch:
+    """Seconds between `start` and `pause`, added up. Both wait for the device.
+
+    Attributes:
+        total: seconds up to the last pause.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self._since: float | None = None
+
+    def read(self) -> float:
+        """Seconds so far."""
+        return self.total if self._since is None else self.total + time.monotonic() - self._since
+
+    def start(self, trainer: lightning.Trainer) -> None:
+        """Run on, unless it runs."""
+        if self._since is None:
+            _wait_for(trainer.strategy.root_device)
+            self._since = time.monotonic()
+
+    def pause(self, trainer: lightning.Trainer) -> None:
+        """Stop, if it runs."""
+        _wait_for(trainer.strategy.root_device)
+        self.total, self._since = self.read(), None
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class Clock(Callback):
@@ -30,48 +63,26 @@ class Clock(Callback):
     def __init__(self, seconds: float, validations: int) -> None:
         self.seconds = seconds
         self.validations = validations
-        self._spent = 0.0
-        self._since: float | None = None
+        self._watch = Stopwatch()
         self._validated = 0
         self._agreed: float | None = None
 
     @property
     def fraction(self) -> float:
         """The part of the budget that has been spent, in [0, 1]."""
-        return self._measured if self._agreed is None else self._agreed
-
-    @property
-    def _measured(self) -> float:
-        running = 0.0 if self._since is None else time.monotonic() - self._since
-        return min(1.0, (self._spent + running) / self.seconds)
+        return min(1.0, self._watch.read() / self.seconds) if self._agreed is None else self._agreed
 
     def _agree(self, trainer: lightning.Trainer) -> None:
         if trainer.world_size > 1:
-            self._agreed = trainer.strategy.broadcast(self._measured)
-
-    def _run(self) -> None:
-        self._since = time.monotonic()
-
-    def _pause(self, device: torch.device) -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if self._since is not None:
-            self._spent += time.monotonic() - self._since
-        self._since = None
+            self._agreed = None
+            self._agreed = trainer.strategy.broadcast(self.fraction)
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._agree(trainer)
         trainer.should_stop = self.fraction >= 1
-        self._run()
+        self._watch.start(trainer)
 
-    def on_train_batch_end(
-        self,
-        trainer: lightning.Trainer,
-        pl_module: lightning.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         self._agree(trainer)
         part = self.fraction
         trainer.should_stop = part >= 1
@@ -80,14 +91,50 @@ class Clock(Callback):
         self._validated = max(due, self._validated)
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._pause(pl_module.device)
+        self._watch.pause(trainer)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._run()
+        self._watch.start(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"spent": self._spent, "validated": self._validated}
+        return {"spent": self._watch.read(), "validated": self._validated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._spent = state_dict["spent"]
+        self._watch.total = state_dict["spent"]
         self._validated = state_dict["validated"]
+
+
+class TrainingCost(Callback):
+    """Measures a training while it runs. The speed leaves out the first five steps.
+
+    Attributes:
+        measured: `steps_per_second` without validation, and the peak of allocated `gigabytes` (10⁹ bytes) on a
+            CUDA device. Empty after too few steps.
+    """
+
+    def __init__(self) -> None:
+        self.measured: dict[str, float] = {}
+        self._steps = 0
+        self._watch = Stopwatch()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if pl_module.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(pl_module.device)
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if self._steps >= _WARM_UP:
+            self._watch.start(trainer)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._steps += 1
+
+    def on_validation_start(self, trainer: Any, *_: Any) -> None:
+        """Pause until the next step begins: validation, and checkpoints after it, do not count."""
+        self._watch.pause(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._watch.pause(trainer)
+        if self._steps > _WARM_UP and self._watch.total > 0:
+            self.measured["steps_per_second"] = round((self._steps - _WARM_UP) / self._watch.total, 4)
+        if pl_module.device.type == "cuda":
+            self.measured["gigabytes"] = torch.cuda.max_memory_allocated(pl_module.device) / 1e9

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import lightning
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from mergekit_lab.backbones import Objective
 from mergekit_lab.batches import Batch, list_tensors, pin_memory, to_device
 from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.prefetch import prefetch
-from mergekit_lab.tasks import Part
 
 _CPU = torch.device("cpu")
 _AHEAD = 4
@@ -66,6 +64,7 @@ class StepBatches:
         self.world = world
         self.few_shapes = few_shapes
         self.device = device
+        self._on_gpu = device.type == "cuda"
         self._threads = min(each.reading_threads for each in self.objectives.values())
         self._sizes = {name: objective.task.count("train") for name, objective in self.objectives.items()}
         self._order: dict[tuple[int, int], np.ndarray] = {}
@@ -85,20 +84,19 @@ class StepBatches:
 
     def __iter__(self) -> Iterator[dict[str, Batch]]:
         """The next batches are made while one is trained on; their order does not depend on it."""
-        on_gpu = self.device.type == "cuda"
         chosen = ((step, self.choose(step)) for step in range(self.start, self.steps))
-        make = self._read_pinned if on_gpu else self._make
-        read = prefetch(make, chosen, ahead=_AHEAD + self._threads, threads=self._threads)
-        return self._bring_all(read) if on_gpu else (batch for _, batch in read)
+        read = prefetch(self._make, chosen, ahead=_AHEAD + self._threads, threads=self._threads)
+        return self._bring_all(read) if self._on_gpu else (batch for _, batch in read)
 
     def _make(self, chosen: tuple[int, Mapping[str, Tensor]]) -> tuple[int, dict[str, Batch]]:
+        """A step and its batch; for a GPU not yet augmented, where it reads without the processor's help."""
         step, index = chosen
-        return step, self._augment(step, self._read(index))
-
-    def _read_pinned(self, chosen: tuple[int, Mapping[str, Tensor]]) -> tuple[int, dict[str, Batch]]:
-        """These samples where a GPU reads them without the processor's help."""
-        step, index = chosen
-        return step, {task: pin_memory(part) for task, part in self._read(index).items()}
+        batch = {task: self.objectives[task].make_training_batch(at) for task, at in index.items()}
+        if self.few_shapes:
+            batch = {task: self.objectives[task].fix_shape(part) for task, part in batch.items()}
+        if self._on_gpu:
+            return step, {task: pin_memory(part) for task, part in batch.items()}
+        return step, self._augment(step, batch)
 
     def _bring_all(self, read: Iterator[tuple[int, dict[str, Batch]]]) -> Iterator[dict[str, Batch]]:
         """Batches on the GPU; the stream in use waits for each."""
@@ -133,16 +131,6 @@ class StepBatches:
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Nothing to restore."""
-
-    def make_batch(self, step: int) -> dict[str, Batch]:
-        """The batch of one step, by task, on the CPU."""
-        return self._make((step, self.choose(step)))[1]
-
-    def _read(self, index: Mapping[str, Tensor]) -> dict[str, Batch]:
-        batch = {task: self.objectives[task].make_training_batch(at) for task, at in index.items()}
-        if not self.few_shapes:
-            return batch
-        return {task: self.objectives[task].fix_shape(part) for task, part in batch.items()}
 
     def choose(self, step: int) -> dict[str, Tensor]:
         """The samples of each task's training part that one step takes, int64."""
@@ -191,71 +179,3 @@ def order_by_length(order: Tensor, lengths: Tensor, batch_size: int, generator: 
         whole += pool[lengths[pool].argsort(stable=True)].split(batch_size)
     mixed = [whole[i] for i in torch.randperm(len(whole), generator=generator).tolist()]
     return torch.cat([*mixed, order[len(order) // batch_size * batch_size :]])
-
-
-class InOrder:
-    """All samples of the validation parts once, task after task.
-
-    Args:
-        objectives: by task.
-        batch_size: samples at a time.
-    """
-
-    part: Part = "validation"
-
-    def __init__(self, objectives: Mapping[str, Objective], batch_size: int) -> None:
-        self.sizes = {name: objective.task.count(self.part) for name, objective in objectives.items()}
-        self.batch_size = batch_size
-
-    def __len__(self) -> int:
-        return sum(-(-size // self.batch_size) for size in self.sizes.values())
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for name, size in self.sizes.items():
-            for index in torch.arange(size).split(self.batch_size):
-                yield {name: index}
-
-
-class TaskData(lightning.LightningDataModule):
-    """Training batches by step, and the validation parts in order.
-
-    Args:
-        objectives: by task.
-        batch_size, steps, seed: see `StepBatches`.
-        validation_batch_size: samples at a time in validation.
-    """
-
-    def __init__(
-        self,
-        objectives: Mapping[str, Objective],
-        *,
-        batch_size: int,
-        steps: int,
-        seed: int,
-        validation_batch_size: int = 512,
-    ) -> None:
-        super().__init__()
-        self.objectives = dict(objectives)
-        self.batch_size = batch_size
-        self.steps = steps
-        self.seed = seed
-        self.validation_batch_size = validation_batch_size
-
-    def train_dataloader(self) -> StepBatches:
-        trainer = self.trainer
-        if trainer is None:
-            return StepBatches(self.objectives, self.batch_size, self.steps, self.seed)
-        return StepBatches(
-            self.objectives,
-            self.batch_size,
-            self.steps,
-            self.seed,
-            start=trainer.global_step,
-            rank=trainer.global_rank,
-            world=trainer.world_size,
-            few_shapes=getattr(trainer.lightning_module, "replays", False),
-            device=trainer.strategy.root_device,
-        )
-
-    def val_dataloader(self) -> InOrder:
-        return InOrder(self.objectives, self.validation_batch_size)

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from mergekit_lab.backbones import Objective
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim.wrapper import WrappedOptimizer
-from mergekit_lab.training.clock import NEVER, Clock
-from mergekit_lab.training.data import TaskData
+from mergekit_lab.training.clock import NEVER
 from mergekit_lab.training.module import FinetuneModule, MakeOptimizer
 from mergekit_lab.training.recording import OnMetrics
-from mergekit_lab.training.resume import CheckpointOrigin, SealedCheckpoints, find_checkpoint, hash_weights
+from mergekit_lab.training.resume import SealedCheckpoints
 from mergekit_lab.training.settings import TrainingSettings
 from mergekit_lab.training.sharded import Sharded
 from mergekit_lab.training.stopper import Stopped, Stopper
@@ -77,40 +76,17 @@ def finetune(
             or "fsdp" and n devices, n processes call this together, with `LOCAL_RANK` and its kin set.
         on_metrics: called with every point of the curve.
     """
-    clock = Clock(settings.seconds, settings.validations) if settings.seconds is not None else None
-    module = FinetuneModule(
-        model,
-        objectives,
-        make_optimizer,
-        steps=settings.steps,
-        warmup_steps=settings.warmup,
-        schedule=settings.schedule,
-        clock=clock,
-        accumulate=settings.accumulate,
-        clip_norm=settings.clip_norm,
-        label_smoothing=settings.label_smoothing,
-        compile=settings.compile,
-        capture=settings.capture,
-        seed=seed,
-        record_every=max(1, settings.steps // 50),
-        on_metrics=on_metrics,
-    )
-    steps = settings.steps if clock is None else NEVER
-    data = TaskData(objectives, batch_size=settings.batch_size, steps=steps, seed=seed)
-    best = _Kept(
-        resume,
-        filename="best",
-        monitor="val_accuracy",
-        mode="max",
-        enable_version_counter=False,
-    )
+    module = FinetuneModule(model, objectives, make_optimizer, settings, seed=seed, on_metrics=on_metrics)
+    best = None
+    if settings.keep == "best":
+        best = _Kept(resume, filename="best", monitor="val_accuracy", mode="max", enable_version_counter=False)
     latest = _Latest(resume, filename="last", enable_version_counter=False)
-    ended: _Kept | _Ended = best if settings.keep == "best" else _Ended()
+    end = _End(best)
     stopper = Stopper(resume / "last.ckpt")
-    called = [*([] if clock is None else [clock]), ended, latest, stopper, _MemoryRelease(ended), *callbacks]
-    origin = CheckpointOrigin(identity, hash_weights(model.state_dict()))
-    resumed = find_checkpoint(resume, origin)
-    lit = _make_trainer(settings, resume, called, [SealedCheckpoints(origin)], dict(trainer or {}))
+    own = [each for each in (module.clock, best, latest, stopper, end) if each is not None]
+    checkpoints = SealedCheckpoints(identity, model.state_dict())
+    resumed = checkpoints.find_last(resume)
+    lit = _make_trainer(settings, resume, [*own, *callbacks], [checkpoints], dict(trainer or {}))
     if settings.precision in ("32-true", "bf16-mixed"):
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.dtype in (torch.bfloat16, torch.float16):
@@ -121,7 +97,7 @@ def finetune(
         warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
         try:
             with stopper.listen():
-                lit.fit(module, data, ckpt_path=resumed, weights_only=True)
+                lit.fit(module, ckpt_path=resumed, weights_only=True)
         except (Stopped, SystemExit):  # the latter is what Lightning makes of a KeyboardInterrupt
             raise KeyboardInterrupt from None
         finally:
@@ -129,10 +105,10 @@ def finetune(
     lit.strategy.barrier()
     if not lit.is_global_zero:
         return None
-    if ended.state is not None:
-        return _collect(ended.state, ended.step, module.curve)
+    if end.state is not None:
+        return _collect(end.state, end.step, module.curve)
     # an earlier step's are the best, or the training had already ended
-    file = best.best_model_path if settings.keep == "best" else resume / "last.ckpt"
+    file = resume / "last.ckpt" if best is None else best.best_model_path
     loaded = torch.load(file, weights_only=True, map_location="cpu")
     return _collect(loaded["state_dict"], int(loaded["global_step"]), module.curve)
 
@@ -147,7 +123,7 @@ def _make_trainer(
     """Lightning's trainer, whose budget is of steps, or of seconds where a clock is among the callbacks."""
     clocked = settings.seconds is not None
     if options.setdefault("enable_progress_bar", True):
-        callbacks = [*callbacks, Progress(clocked)]
+        callbacks = [*callbacks, Progress()]
     if options.get("strategy") == "fsdp":
         options["strategy"] = Sharded(options["devices"])
     try:
@@ -179,13 +155,11 @@ def _collect(saved: Mapping[str, Tensor], step: int, curve: list[dict[str, float
     return Finetuned(state, curve, accuracy, step)
 
 
-def _is_at_end(trainer: lightning.Trainer) -> bool:
-    """Whether no step comes after this validation."""
-    return trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
+class _Latest(ModelCheckpoint):
+    """`last.ckpt` after every validation but the last: what training ends with needs no going on from.
 
-
-class _Found(ModelCheckpoint):
-    """Finds its files again where their folder has been moved since, or is seen under another path."""
+    It finds its files again where their folder has been moved since, or is seen under another path.
+    """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         def find_here(file: str) -> str:
@@ -195,74 +169,60 @@ class _Found(ModelCheckpoint):
         best = {find_here(file): score for file, score in state_dict["best_k_models"].items()}
         super().load_state_dict(state_dict | moved | {"best_k_models": best, "dirpath": self.dirpath})
 
-
-class _Latest(_Found):
-    """`last.ckpt` after every validation but the last: what training ends with needs no going on from."""
-
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        if not _is_at_end(trainer):
+        if not trainer.should_stop and not 0 <= trainer.max_steps <= trainer.global_step:
             super().on_validation_end(trainer, pl_module)
 
 
-class _TakenWeights:
-    """Weights that were taken whole, on the CPU, while the processes that hold them are still there.
+class _Kept(_Latest):
+    """`best.ckpt` after every validation but the last, whose weights no file has to hold."""
+
+
+class _End(Callback):
+    """Takes the weights that training ends with, if they are to be kept, and frees the memory.
+
+    It takes them while the processes that hold them are still there. Then it frees graphs, gradients, moments
+    and copies of the weights, before Lightning brings them to the host; and the weights themselves, if they
+    were taken there.
+
+    Lightning's objects refer to each other in circles and stay until Python looks for such; the next training
+    of a run would find their memory taken.
+
+    Args:
+        best: knows the best score so far; None keeps what training ends with.
 
     Attributes:
-        state: the module's state dict; None where nothing was taken.
+        state: the module's state dict, whole, on the CPU; None where nothing was taken.
         step: of it.
     """
 
     state: dict[str, Tensor] | None = None
     step = 0
 
-    def take(self, trainer: lightning.Trainer) -> None:
+    def __init__(self, best: ModelCheckpoint | None) -> None:
+        self._best = best
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        score = trainer.callback_metrics.get("val_accuracy")
+        if self._best is not None and not self._best.check_monitor_top_k(trainer, score):
+            return
         state = trainer.strategy.lightning_module_state_dict()
         on_host = trainer.strategy.root_device.type == "cpu"  # where an optimizer may still write into them
         self.state = {name: tensor.detach().to("cpu", copy=on_host) for name, tensor in state.items()}
         self.step = trainer.global_step
 
-
-class _Kept(_TakenWeights, _Found):
-    """`best.ckpt` after every validation but the last, whose weights no file has to hold."""
-
-    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        if not _is_at_end(trainer):
-            super().on_validation_end(trainer, pl_module)
-        elif self.check_monitor_top_k(trainer, trainer.callback_metrics[str(self.monitor)]):
-            self.take(trainer)
-
-
-class _Ended(_TakenWeights, Callback):
-    """Takes what training ends with."""
-
-    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self.take(trainer)
-
-
-class _MemoryRelease(Callback):
-    """Frees graphs, gradients, moments and copies of the weights, before Lightning brings them to the host; and
-    the weights themselves, if they were taken there.
-
-    Lightning's objects refer to each other in circles and stay until Python looks for such; the next training
-    of a run would find their memory taken.
-    """
-
-    def __init__(self, taken: _TakenWeights) -> None:
-        self._taken = taken
-
-    def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        if isinstance(pl_module, FinetuneModule):
-            pl_module.forget_graphs()
+    def on_fit_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        pl_module.forget_graphs()
         pl_module.zero_grad(set_to_none=True)
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, WrappedOptimizer):
                 optimizer.release()
             else:
                 optimizer.state.clear()
-        if self._taken.state is not None and isinstance(trainer.strategy, SingleDeviceStrategy):
+        if self.state is not None and isinstance(trainer.strategy, SingleDeviceStrategy):
             parameters = dict(pl_module.named_parameters())
-            for name in parameters.keys() & self._taken.state.keys():  # a state dict may have its own names
-                parameters[name].data = self._taken.state[name]
+            for name in parameters.keys() & self.state.keys():  # a state dict may have its own names
+                parameters[name].data = self.state[name]
 
 
 class Progress(RichProgressBar):
@@ -271,13 +231,9 @@ class Progress(RichProgressBar):
     A clock does not know the last step, and a run has only one epoch.
     """
 
-    def __init__(self, clocked: bool) -> None:
-        super().__init__(leave=False)
-        self._clocked = clocked
-
     @property
     def total_train_batches(self) -> float:
-        return float("inf") if self._clocked else self.trainer.max_steps
+        return float("inf") if self.trainer.max_steps < 0 else self.trainer.max_steps
 
     def get_metrics(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> dict[str, Any]:
         curve = pl_module.curve if isinstance(pl_module, FinetuneModule) else []

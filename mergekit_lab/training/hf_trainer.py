@@ -42,18 +42,12 @@ def make_trainer_callback() -> TrainerCallback:
             optimizer.stays_in_train_mode = False
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            _keep(kwargs.get("optimizer"))
+            if (optimizer := _find_ours(kwargs.get("optimizer"))) is not None:
+                optimizer.eval()
 
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            _keep(kwargs.get("optimizer"))
+        on_train_end = on_step_end
 
     return KeptWeights()
-
-
-def _keep(optimizer: Any) -> None:
-    ours = _find_ours(optimizer)
-    if ours is not None:
-        ours.eval()
 
 
 def _find_ours(optimizer: Any) -> WrappedOptimizer | None:

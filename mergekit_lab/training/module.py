@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import UserList
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -25,14 +26,18 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.optim.capturable import HostSettings, can_keep_on_device, describe_as_before, keep_on_device
 from mergekit_lab.optim.wrapper import WrappedOptimizer
 from mergekit_lab.training.captured import Batches, Replay
-from mergekit_lab.training.clock import Clock
-from mergekit_lab.training.data import spread_seed
+from mergekit_lab.training.clock import NEVER, Clock
+from mergekit_lab.training.data import StepBatches, spread_seed
 from mergekit_lab.training.recording import OnMetrics, RecordedModule
+from mergekit_lab.training.settings import TrainingSettings
 
 log = logging.getLogger(__name__)
 
 _REPLAY_PAYS_FROM = 20
 """Steps from which `training.capture=auto` records: it takes a second or two."""
+
+_VALIDATED = 512
+"""Samples at a time in validation."""
 
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
@@ -42,22 +47,16 @@ class FinetuneModule(RecordedModule):
 
     Args:
         model: all its parameters that require gradients are trained.
-        objectives: by task.
+        objectives: by task. Batches come from their training parts.
         make_optimizer: builds the optimizer from named parameters.
-        steps, warmup_steps: of the schedule.
-        schedule: see `TrainingSettings`.
-        clock: gives the schedule's progress instead of the number of steps.
-        accumulate: number of micro-batches per evaluation.
-        clip_norm: largest L2 norm of the gradient that the base uses; None does not clip.
-        label_smoothing: in [0, 1).
-        compile: whether the model is compiled, or "auto".
-        capture: whether steps are recorded in CUDA graphs and replayed, or "auto".
-        seed: seeds dropout and other random numbers anew in each step, by (seed, step). A resumed run draws the
-            same numbers as an uninterrupted one.
-        record_every: steps between two points of the training curve.
-        on_metrics: called with every point, `(metrics, step)`.
+        settings: planned settings.
+        seed: decides the order of the data. It seeds dropout and other random numbers anew in each step, by
+            (seed, step). A resumed run draws the same numbers as an uninterrupted one.
+        on_metrics: called with every point of the training curve, `(metrics, step)`.
 
     Attributes:
+        clock: for a budget of seconds, a callback that ends training. It gives the schedule's progress, instead
+            of the number of steps.
         replays: whether steps are recorded and replayed; set when optimizers are configured.
     """
 
@@ -66,33 +65,19 @@ class FinetuneModule(RecordedModule):
         model: nn.Module,
         objectives: Mapping[str, Objective],
         make_optimizer: MakeOptimizer,
+        settings: TrainingSettings,
         *,
-        steps: int,
-        warmup_steps: int = 0,
-        schedule: str = "cosine",
-        clock: Clock | None = None,
-        accumulate: int = 1,
-        clip_norm: float | None = None,
-        label_smoothing: float = 0.0,
-        compile: bool | str = False,
-        capture: bool | str = False,
         seed: int = 0,
-        record_every: int = 10,
         on_metrics: OnMetrics | None = None,
     ) -> None:
-        super().__init__(list(objectives), steps, record_every, on_metrics)
+        super().__init__(list(objectives), settings.steps, on_metrics)
         self.model = model
         self._objectives = nn.ModuleList(objectives.values())
         self.make_optimizer = make_optimizer
-        self.warmup_steps = warmup_steps
-        self.schedule = schedule
-        self.clock = clock
-        self.accumulate = accumulate
-        self.clip_norm = clip_norm
-        self.label_smoothing = label_smoothing
-        self.compile_model = compile
-        self.capture = capture
+        self.settings = settings
         self.seed = seed
+        seconds = settings.seconds
+        self.clock = None if seconds is None else Clock(seconds, settings.validations)
         self._runs: list[nn.Module] = [model]  # in a list, for a compiled model is no other module
         self._to_compile = False
         self.replays = False
@@ -114,6 +99,26 @@ class FinetuneModule(RecordedModule):
                 if any(True for _ in block.parameters()):
                     fully_shard(block, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
+
+    def train_dataloader(self) -> StepBatches:
+        return StepBatches(
+            {task: self.find_objective(task) for task in self.tasks},
+            self.settings.batch_size,
+            self.steps if self.clock is None else NEVER,
+            self.seed,
+            start=self.global_step,
+            rank=self.global_rank,
+            world=self.trainer.world_size,
+            few_shapes=self.replays,
+            device=self.trainer.strategy.root_device,
+        )
+
+    def val_dataloader(self) -> UserList[dict[str, Tensor]]:
+        """All samples of the validation parts once, task after task; a list would be several loaders."""
+        sizes = {task: self.find_objective(task).task.count("validation") for task in self.tasks}
+        return UserList(
+            {task: index} for task, size in sizes.items() for index in torch.arange(size).split(_VALIDATED)
+        )
 
     def configure_optimizers(self) -> Any:
         if self.trainer.accumulate_grad_batches > 1:
@@ -137,7 +142,7 @@ class FinetuneModule(RecordedModule):
 
     def _find_rate(self, step: int) -> float:
         done = step if self.clock is None else self.clock.fraction * self.steps
-        return compute_rate(done, self.steps, self.warmup_steps, self.schedule)
+        return compute_rate(done, self.steps, self.settings.warmup, self.settings.schedule)
 
     def on_train_batch_start(self, batch: Batches, batch_idx: int) -> None:
         seed = (self.seed * 1_000_003 + self.global_step) % (1 << 63)
@@ -235,16 +240,18 @@ class FinetuneModule(RecordedModule):
 
     def _cut(self, batch: Batches) -> list[Batches]:
         """The batch in up to `accumulate` parts."""
-        parts: list[Batches] = [{} for _ in range(self.accumulate)]
+        parts: list[Batches] = [{} for _ in range(self.settings.accumulate)]
         for task, whole in batch.items():
-            size = -(-count_samples(whole) // self.accumulate)
+            size = -(-count_samples(whole) // self.settings.accumulate)
             for own, part in zip(parts, cut_batch(whole, size), strict=False):
                 own[task] = part
         return [part for part in parts if part]
 
     def compute_loss(self, batch: Batches, total: int | Tensor) -> Tensor:
         losses = [
-            self.find_objective(task).compute_loss(self._runs[0], part, label_smoothing=self.label_smoothing)
+            self.find_objective(task).compute_loss(
+                self._runs[0], part, label_smoothing=self.settings.label_smoothing
+            )
             / total
             for task, part in batch.items()
         ]
@@ -258,18 +265,13 @@ class FinetuneModule(RecordedModule):
         counts = {task: max(1, round(share * count_samples(whole))) for task, whole in batch.items()}
         return {task: take_samples(batch[task], 0, count) for task, count in counts.items()}
 
-    def configure_gradient_clipping(
-        self,
-        optimizer: Any,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         if not isinstance(optimizer, WrappedOptimizer):
             self._clip()
 
     def _clip(self, *_: Any) -> None:
-        if self.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        if self.settings.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
 
     def on_train_start(self) -> None:
         optimizer: Any = self.optimizers(use_pl_optimizer=False)
@@ -288,18 +290,18 @@ class FinetuneModule(RecordedModule):
 
     def _wants_compiled(self) -> bool:
         if self.device_mesh is not None:
-            if self.compile_model is True:
+            if self.settings.compile is True:
                 log.warning("training.compile: a model that is spread over processes runs as written")
             return False
-        if self.compile_model == "auto":
+        if self.settings.compile == "auto":
             return is_worthwhile(self.device, self.steps, self.model)
-        return bool(self.compile_model)
+        return bool(self.settings.compile)
 
     def _wants_replay(self, optimizer: Any) -> bool:
         """Whether steps are to be replayed; if they cannot be, a line of the log says why."""
-        if not self.capture or (self.capture == "auto" and self.device.type not in DEVICES):
+        if not self.settings.capture or (self.settings.capture == "auto" and self.device.type not in DEVICES):
             return False
-        if self.capture == "auto" and self.clock is None and self.steps < _REPLAY_PAYS_FROM:
+        if self.settings.capture == "auto" and self.clock is None and self.steps < _REPLAY_PAYS_FROM:
             return False
         why = self._refuse_replay(optimizer)
         if why:
@@ -326,10 +328,6 @@ class FinetuneModule(RecordedModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Batches, batch_idx: int) -> None:
         self.end_step()
-
-    def find_rate_at(self, step: int) -> float:
-        schedule: Any = self.lr_schedulers()
-        return float(schedule.base_lrs[0]) * self._find_rate(step - 1)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         for task, index in batch.items():

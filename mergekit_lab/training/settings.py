@@ -12,7 +12,7 @@ import torch
 from annotated_types import Ge, Lt
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.ranges import Count, NotNegative, Rate, check_settings, require, require_positive
+from mergekit_lab.ranges import Count, NotNegative, Rate, check_settings, require
 
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 _HOW = ("compile", "capture")
@@ -90,14 +90,11 @@ class TrainingSettings:
         self._check_epochs()
 
     def _check_epochs(self) -> None:
-        epochs = {"epochs": self.epochs} if self.epochs is not None else {}
-        epochs |= {f"epochs_of.{task}": value for task, value in (self.epochs_of or {}).items()}
-        for name, value in epochs.items():
-            require_positive(f"training.{name}", value)
+        epochs = [name for name in ("epochs", "epochs_of") if getattr(self, name)]
         size = next((name for name in _BUDGETS if getattr(self, name) is not None), None)
         if epochs and size:
             raise InputError(
-                f"training.{next(iter(epochs))} and training.{size} both say how long: leave one of them null"
+                f"training.{epochs[0]} and training.{size} both say how long: leave one of them null"
             )
 
     def _check_budget(self) -> None:

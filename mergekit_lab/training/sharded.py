@@ -8,6 +8,7 @@ closure, which optimizers with two evaluations cannot.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -59,20 +60,15 @@ def _spread(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """An optimizer's state dict with what has a parameter's shape sharded as the parameter is."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
-    def to_parameter(position: int, value: Any) -> Any:
-        fits = isinstance(value, Tensor) and value.shape == parameters[position].shape
-        return spread_like(value, parameters[position]) if fits else value
+    def fit(parameter: Tensor, value: Any) -> Any:
+        fits = isinstance(value, Tensor) and value.shape == parameter.shape
+        return spread_like(value, parameter) if fits else value
 
-    spread = dict(state)
-    spread["state"] = {
-        position: {name: to_parameter(position, value) for name, value in own.items()}
-        for position, own in state["state"].items()
-    }
+    def fit_all(by_position: Mapping[int, Any]) -> dict[int, Any]:
+        return {i: tree_map(partial(fit, parameters[i]), value) for i, value in by_position.items()}
+
+    spread = {**state, "state": fit_all(state["state"])}
     if isinstance(optimizer, WrappedOptimizer):
-        spread[STATE_KEY] = dict(state[STATE_KEY])
-        for name in optimizer.saved_tensors:
-            by_position = state[STATE_KEY][name]
-            spread[STATE_KEY][name] = {
-                position: to_parameter(position, t) for position, t in by_position.items()
-            }
+        own = state[STATE_KEY]
+        spread[STATE_KEY] = own | {name: fit_all(own[name]) for name in optimizer.saved_tensors}
     return spread

@@ -77,13 +77,8 @@ class Stopper(Callback):
             for number in _SIGNALS:
                 signal.signal(number, self._take)
 
-    def on_train_batch_end(
-        self,
-        trainer: lightning.Trainer,
-        pl_module: FinetuneModule,  # type: ignore[override]
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+    def on_train_batch_end(  # type: ignore[override]
+        self, trainer: lightning.Trainer, pl_module: FinetuneModule, *_: Any
     ) -> None:
         together = trainer.world_size > 1
         if together and trainer.global_step % _AGREE:

@@ -11,9 +11,8 @@ from torch.nn import functional
 
 from mergekit_lab import InputError
 from mergekit_lab.backbones import Linearized, LoRA, text
-from mergekit_lab.backbones.encoding import Encoding
+from mergekit_lab.backbones.encoding import Encoding, Reading
 from mergekit_lab.backbones.language import load_tokenizer
-from mergekit_lab.backbones.reading import Reading
 from mergekit_lab.evaluation import score
 
 

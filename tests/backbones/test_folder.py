@@ -1,5 +1,7 @@
 """GGUF files are read as the numbers that the format's own package makes of them, and written as folders."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -81,6 +83,9 @@ def test_a_folder_of_it_has_the_same_names_logits_tokens_and_template(file, tmp_
     model, loaded = LanguageModel(source=str(file)).make_model(), AutoModelForCausalLM.from_pretrained(
         tmp_path / "out"
     )  # fmt: skip
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert "quantization_config" not in config
     ids = torch.tensor([[256, 5, 257, 17]])
     with torch.no_grad():
         assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)

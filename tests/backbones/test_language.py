@@ -70,7 +70,7 @@ def test_what_is_too_long_is_cut_inside_the_template_and_counted(folders, caplog
         )
         encoded = objective.encode("train")
         assert max(encoded.lengths) <= 30
-        assert objective.truncated["train"] == (12, 0)
+        assert objective.encode("train").truncated == (12, 0)
         text.append(load_tokenizer(str(folders["llama"])).decode(max(encoded.prompts, key=len)))
         assert text[-1].startswith("<|user|>")
         assert text[-1].endswith("<|end|><|assistant|>")
@@ -80,7 +80,7 @@ def test_what_is_too_long_is_cut_inside_the_template_and_counted(folders, caplog
     assert "12 of 24 prompts" in caplog.text
     objective = make_tiny_backbone(folders["t5"], "t5", max_length=8).make_objective(Colors())
     assert max(map(len, objective.encode("train").prompts)) == 8
-    assert objective.truncated["train"][1] == 4  # "no idea" and its end are eight tokens
+    assert objective.encode("train").truncated[1] == 4  # "no idea" and its end are eight tokens
 
 
 def make_task(folder, rows):

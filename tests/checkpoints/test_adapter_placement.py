@@ -82,7 +82,7 @@ def test_names_that_fit_two_towers_are_refused_unless_something_tells_which(tmp_
     adapt(SiglipVisionModel.from_pretrained(base), tmp_path / "a", **QV)
     state = load_file(base / "model.safetensors")
     in_memory = open_checkpoint(tmp_path / "a", base=open_checkpoint(state))  # by the class's prefix
-    assert all(name.startswith("vision_model.") for name in in_memory.info.targets)
+    assert all(name.startswith("vision_model.") for name in in_memory.targets)
     without_a_class(tmp_path / "a")
     for source in (base, state):
         with pytest.raises(InputError, match=r"\(text_model\., vision_model\.\)"):
@@ -98,7 +98,7 @@ def test_the_shapes_of_one_tower_tell_which_it_is(tmp_path) -> None:
         adapt(model_class.from_pretrained(base), folder, target_modules=["fc1", "q_proj"])
         without_a_class(folder)
         folded = open_checkpoint(folder, base=open_checkpoint(load_file(base / "model.safetensors")))
-        assert {name[: len(tower)] for name in folded.info.targets} == {tower}
+        assert {name[: len(tower)] for name in folded.targets} == {tower}
 
 
 def test_a_class_tells_the_tower_where_files_call_it_otherwise(tmp_path) -> None:
@@ -107,7 +107,7 @@ def test_a_class_tells_the_tower_where_files_call_it_otherwise(tmp_path) -> None
     model.save_pretrained(tmp_path / "base")
     adapt(model.model.language_model, tmp_path / "a", target_modules=["q_proj"])
     folded = open_checkpoint(tmp_path / "a", base=open_checkpoint(tmp_path / "base"))
-    assert [name.rpartition("layers.")[0] for name in folded.info.targets] == ["language_model.model."]
+    assert [name.rpartition("layers.")[0] for name in folded.targets] == ["language_model.model."]
 
 
 def test_names_of_one_tower_alone_tell_which_it_is(tmp_path) -> None:
@@ -117,7 +117,7 @@ def test_names_of_one_tower_alone_tell_which_it_is(tmp_path) -> None:
     adapt(SiglipTextModel.from_pretrained(base), tmp_path / "a", target_modules=["q_proj", "token_embedding"])
     without_a_class(tmp_path / "a")
     folded = open_checkpoint(tmp_path / "a", base=open_checkpoint(load_file(base / "model.safetensors")))
-    assert {name.split(".")[0] for name in folded.info.targets} == {"text_model"}
+    assert {name.split(".")[0] for name in folded.targets} == {"text_model"}
 
 
 def test_a_prefix_of_several_parts_is_found_unless_two_fit(tmp_path) -> None:
@@ -131,7 +131,7 @@ def test_a_prefix_of_several_parts_is_found_unless_two_fit(tmp_path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1, "lora_alpha": 1}')
     weights = {f"model.encoder.{n}.weight": torch.zeros(4, 4) for n in names}
     folded = open_checkpoint(tmp_path, base=open_checkpoint(weights))
-    assert set(folded.info.targets) == set(weights)
+    assert set(folded.targets) == set(weights)
     weights |= {name.replace("encoder", "decoder"): value for name, value in weights.items()}
     with pytest.raises(InputError, match=r"\(model\.decoder\., model\.encoder\.\)"):
         open_checkpoint(tmp_path, base=open_checkpoint(weights))
@@ -142,7 +142,7 @@ def test_a_part_is_known_by_its_class_unless_two_are_of_that_class(tmp_path) -> 
     whole.save_pretrained(tmp_path / "base")
     adapt(whole.model.encoder, tmp_path / "a", **QV)
     folded = open_checkpoint(tmp_path / "a", base=open_checkpoint(tmp_path / "base"))
-    assert all(name.startswith("model.encoder.") for name in folded.info.targets)
+    assert all(name.startswith("model.encoder.") for name in folded.targets)
     pair = make_two_berts()
     pair.save_pretrained(tmp_path / "pair")
     state = dict(pair.state_dict())

@@ -80,7 +80,7 @@ def test_folding_is_what_peft_merges(case: str, tmp_path) -> None:
     assert changed
     for name in changed:
         assert folded.specs[name].dtype == torch.float32
-    assert set(folded.info.targets) <= set(changed)
+    assert set(folded.targets) <= set(changed)
 
 
 def test_a_16_bit_base_is_folded_in_float32_and_agrees_when_rounded(tmp_path) -> None:

@@ -190,10 +190,11 @@ def test_a_run_from_python_refuses_a_mistake_and_leaves_hydra_as_it_was() -> Non
 
 
 def test_the_bar_counts_the_whole_training_and_shows_the_loss() -> None:
-    bar = Progress(clocked=False)
+    bar = Progress()
     bar._trainer = SimpleNamespace(max_steps=60, global_step=50)  # type: ignore[assignment]
     assert bar.total_train_batches == 60
-    module = FinetuneModule(torch.nn.Linear(1, 1), {}, torch.optim.SGD, steps=60)  # type: ignore[arg-type]
+    settings = TrainingSettings(steps=60, batch_size=1, lr=1e-2, weight_decay=0.0)
+    module = FinetuneModule(torch.nn.Linear(1, 1), {}, torch.optim.SGD, settings)  # type: ignore[arg-type]
     module.curve = [{"step": 50, "train_loss": 0.25}, {"step": 50, "val_accuracy": 1.0}]
     assert bar.get_metrics(bar.trainer, module) == {"loss": "0.250"}
 

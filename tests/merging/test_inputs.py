@@ -3,6 +3,7 @@
 import weakref
 from dataclasses import dataclass
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -146,6 +147,16 @@ def test_a_class_of_ones_own_is_checked_however_its_settings_are_set(own, option
         own(**options).check(["a", "b", "c"])
 
 
+def test_numbers_of_numpy_are_pythons() -> None:
+    method = DARE(density=numpy.float32(0.5), seed=numpy.int64(3), inner=TIES(density=numpy.float16(0.5)))
+    assert repr(method) == repr(DARE(density=0.5, seed=3, inner=TIES(density=0.5)))
+    for wrong, match in ((numpy.float32(2), r"density is 2.0; .*\(0, 1\]"), (numpy.True_, "density is True")):
+        with pytest.raises(InputError, match=match):
+            DARE(density=wrong)
+    with pytest.raises(InputError, match=r"seed is 3\.0; it must be a whole number"):
+        DARE(density=0.5, seed=numpy.float32(3))
+
+
 def test_a_class_of_ones_own_may_take_more_than_its_parent() -> None:
     own = derive(TIES, {"density": float | None, "preset": str}, density=None)
     own().check(["a", "b"])
@@ -248,8 +259,6 @@ def test_a_string_in_place_of_patterns_is_one_pattern() -> None:
 
 def test_weights_must_fit_the_experts() -> None:
     refuse("2 weights.*for 1 experts", method=WeightAverage(weights=[1, 2]))
-    refuse("weights hold 'a'", method=WeightAverage(weights=["a"]))
-    refuse("weights hold 'a'", method=WeightAverage(weights=[{"w": "a"}]))
     refuse("'svnh',.*'svhn'", method=WeightAverage(weights={"svnh": 1}))
     refuse(
         "lack a number for dtd",
@@ -279,9 +288,12 @@ def test_a_coefficient_that_is_no_number_is_refused(coefficient) -> None:
             method(coefficient=coefficient)
 
 
-@pytest.mark.parametrize("weight", [True, 10**400, "x", None], ids=lambda value: str(value)[:5])
+@pytest.mark.parametrize(
+    "weight", [True, 10**400, "x", None, float("nan"), {"w": "a"}], ids=lambda value: str(value)[:5]
+)
 def test_a_weight_that_is_no_number_is_refused(weight) -> None:
-    refuse("weights hold .*; each must be a number", method=TIES(weights=[weight]))
+    with pytest.raises(InputError, match=r"weights is .*; it must be"):
+        TIES(weights=[weight])
 
 
 def test_an_inner_method_is_one() -> None:
@@ -388,7 +400,6 @@ def test_a_fisher_that_is_none_is_named_with_its_expert(method, value: float, fa
 
 
 def test_numbers_that_are_not_finite_are_refused_before_any_work() -> None:
-    refuse(r"weights is \[nan\]", method=WeightAverage(weights=[float("nan")]))
     refuse("0, and not all", method=EpiMer(weights=[-1.0]), fishers=[make_state()])
     refuse("brought to one scale", method=EpiMer(normalize="trace"), fishers=[make_state()])
 

@@ -9,6 +9,8 @@ import torch
 from scipy.stats import kstest
 from torch import Tensor
 
+from mergekit_lab.optim.noise import Noise
+
 pytest.importorskip("triton")
 
 
@@ -35,9 +37,9 @@ def kernels():
 def move(kernels: ModuleType, params: list[Tensor], first: list[int], seed: int = 5, **size) -> list[Tensor]:
     """Moves `params`; returns their copies."""
     copies = [torch.full_like(p, torch.nan) for p in params]
-    size = {"distribution": "laplace", "loc": 0.0, "scale": 1.0, "factor": 1.0} | size
-    factor = torch.tensor(size.pop("factor"))
-    kernels.save_and_move(params, copies, first, torch.tensor(seed), factor, **size)
+    factor = torch.tensor(size.pop("factor", 1.0))
+    noise = Noise(**{"distribution": "laplace"} | size)
+    kernels.save_and_move(params, copies, first, torch.tensor(seed), factor, noise)
     return copies
 
 

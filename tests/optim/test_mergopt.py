@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.optim import MergOPT
-from mergekit_lab.optim.noise import hash_bits, sample
+from mergekit_lab.optim.noise import Noise, hash_bits
 from optim.problems import BASES, Problem, assert_close, assert_differ, assert_equal_bits
 
 strong = partial(MergOPT, scale=0.05, coefficients=(0.3, 0.7))
@@ -279,7 +279,7 @@ def test_noise_has_the_distribution_it_is_named_after(distribution: str, dtype: 
 def test_a_negative_scale_negates_the_draws_about_their_mean(distribution: str) -> None:
     def draw(scale: float) -> Tensor:
         generator = torch.Generator().manual_seed(0)
-        return sample(9, generator, torch.float64, distribution=distribution, loc=0.5, scale=scale)
+        return Noise(distribution, 0.5, scale).draw(9, generator, torch.float64)
 
     torch.testing.assert_close(draw(-0.25) - 0.5, 0.5 - draw(0.25))
     assert torch.equal(draw(0.0), torch.full((9,), 0.5, dtype=torch.float64))

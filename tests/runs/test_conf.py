@@ -12,7 +12,7 @@ from mergekit_lab import InputError
 from mergekit_lab.merging import Method
 from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.runs.settle import settle
-from mergekit_lab.schema.check import build, with_floats
+from mergekit_lab.schema.check import build, check_against
 from mergekit_lab.schema.run import Main, check, make_optimizer_factory
 from mergekit_lab.schema.stages import STAGES, check_stages
 
@@ -150,7 +150,7 @@ def test_whole_numbers_enter_keys_as_what_they_are_read_as() -> None:
         overrides = [f"++{name}={one}" for name in keys] + [f"search.coefficients=[{one},2.5]"]
         kinds = ["optimizer=sam", "finetuning=lora", "merger=ties", "training.steps=1", "run_dir=run"]
         cfg, _ = compose_config([*kinds, *overrides])
-        settled_config = with_floats(cfg, Main)
+        settled_config = check_against(cfg, Main)
         assert OmegaConf.is_struct(settled_config) == OmegaConf.is_struct(cfg)
         assert OmegaConf.is_interpolation(settled_config.optimizer.base, "lr")
         return to_plain(settled_config)

@@ -106,7 +106,14 @@ def test_a_decoding_that_was_cut_leaves_nothing_that_is_taken_for_whole(data, tm
     assert torch.equal(whole.images, fresh.images)
 
 
-def test_heads_are_kept_by_backbone_task_and_prompts(data, tmp_path, monkeypatch) -> None:
+@pytest.fixture
+def a_card(monkeypatch) -> None:
+    """A card that nothing may run on: the run's device is the CPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("ran on the card"))
+
+
+def test_heads_are_kept_by_backbone_task_and_prompts(data, a_card, tmp_path, monkeypatch) -> None:
     glyphs = ["backbone=glyph_clip", f"sources.eurosat={data}/eurosat"]
     first = make_run(data, tmp_path / "store", *glyphs).make_objective("eurosat").head
     monkeypatch.setattr(OpenClip, "make_zero_shot_head", lambda *_: pytest.fail("made again"))
@@ -118,7 +125,7 @@ def test_heads_are_kept_by_backbone_task_and_prompts(data, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("head", ["prototype", "linear_probe"])
-def test_heads_from_images_classify_training_images_far_above_chance(head: str, tmp_path) -> None:
+def test_heads_from_images_classify_training_images_far_above_chance(head: str, a_card, tmp_path) -> None:
     cfg, choices = compose_config(
         ["suite=glyphs4", f"backbone.head={head}", f"store.root={tmp_path}", "device=cpu"]
         + [

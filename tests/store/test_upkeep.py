@@ -1,6 +1,7 @@
 """What goes wrong around a store, and that it is told and repaired."""
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -60,15 +61,14 @@ def test_a_damaged_checkpoint_is_named_when_it_is_read_and_by_verify(tmp_path, d
 
 
 def test_what_a_process_published_is_hashed_once_unless_it_changes(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("mergekit_lab.store.artifact.TICK", 0)
-    hashed, hash_bytes = [], artifact.hash_bytes
+    monkeypatch.setattr("mergekit_lab.digests.TICK", 0)
+    hashed, file_digest = [], hashlib.file_digest
 
-    def count(path: Path) -> str:
-        hashed.append(path)
-        return hash_bytes(path)
+    def count(file, *rest):
+        hashed.append(file)
+        return file_digest(file, *rest)
 
-    for module in ("artifact", "store"):
-        monkeypatch.setattr(f"mergekit_lab.store.{module}.hash_bytes", count)
+    monkeypatch.setattr(hashlib, "file_digest", count)
     stored = Store(tmp_path).obtain("experts", CONTENT, make_weights())
     file = stored.find_file("model.safetensors")
     assert len(hashed) == 1

@@ -1,12 +1,13 @@
 """What a training cost is measured where there is enough of it."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import TinyEncoder, make_tiny_objective
 
-from mergekit_lab.training import TrainingCost, TrainingSettings, finetune
+from mergekit_lab.training import TrainingCost, TrainingSettings, clock, finetune
 
 
 @pytest.mark.parametrize(("steps", "known"), [(4, False), (12, True)])
@@ -29,9 +30,10 @@ def test_steps_a_second_are_known_after_the_first_five(steps: int, known: bool, 
 
 def test_validation_and_what_is_written_after_it_do_not_count(tmp_path, monkeypatch) -> None:
     times = iter(range(100))
-    monkeypatch.setattr(TrainingCost, "read_clock", lambda self, trainer: float(next(times)))
+    monkeypatch.setattr(clock.time, "monotonic", lambda: float(next(times)))
     cost = TrainingCost()
-    trainer = module = type("Any", (), {"device": torch.device("cpu")})()
+    cpu = torch.device("cpu")
+    trainer, module = SimpleNamespace(strategy=SimpleNamespace(root_device=cpu)), SimpleNamespace(device=cpu)
     for _ in range(7):
         cost.on_train_batch_start(trainer)
         cost.on_train_batch_end(trainer)

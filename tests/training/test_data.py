@@ -44,13 +44,13 @@ def test_the_seed_decides_the_order() -> None:
 
 def test_processes_share_one_batch_without_overlap() -> None:
     split = {"a": make_objective(16)}
-    one = StepBatches(split, 8, 1, seed=0).make_batch(0)["a"][0]
-    parts = [StepBatches(split, 8, 1, seed=0, rank=r, world=2).make_batch(0)["a"][0] for r in range(2)]
+    one = next(iter(StepBatches(split, 8, 1, seed=0)))["a"][0]
+    parts = [next(iter(StepBatches(split, 8, 1, seed=0, rank=r, world=2)))["a"][0] for r in range(2)]
     assert torch.equal(torch.stack(parts, dim=1).flatten(0, 1), one)
 
 
 def test_joint_batches_hold_equal_shares_of_each_task() -> None:
-    batch = StepBatches({"a": make_objective(9), "b": make_objective(30)}, 10, 4, seed=0).make_batch(2)
+    batch = next(iter(StepBatches({"a": make_objective(9), "b": make_objective(30)}, 10, 4, seed=0, start=2)))
     assert [len(labels) for _, labels in batch.values()] == [5, 5]
 
 

@@ -114,7 +114,7 @@ def test_clipping_leaves_the_ascent_gradient_as_it_is(tmp_path, head) -> None:
 
 def test_processes_draw_their_own_dropout_and_one_alone_draws_by_seed_and_step() -> None:
     def draw(world: int, rank: int, step: int = 3) -> float:
-        module = FinetuneModule(TinyEncoder(), {}, ADAMW, steps=9, seed=2)
+        module = FinetuneModule(TinyEncoder(), {}, ADAMW, SETTINGS, seed=2)
         module.trainer = SimpleNamespace(world_size=world, global_rank=rank, global_step=step)
         module.on_train_batch_start({}, 0)
         return float(torch.rand(()))

@@ -194,7 +194,7 @@ def make_method(
         based: whether there is a base_model.
     """
     if merge_method == "linear":
-        return Linear(weights=tuple(by_model["weight"]), normalize=bool(shared["normalize"]))
+        return (WeightAverage if shared["normalize"] else Sum)(weights=tuple(by_model["weight"]))
     if merge_method in _OTHERS:
         return _OTHERS[merge_method](shared, by_model, based)
     weights, densities = tuple(float(w) for w in by_model["weight"]), by_model["density"]
@@ -204,10 +204,7 @@ def make_method(
     thinned = _THINNED.get(family)
     if thinned == "magnitude" and even and not shared["rescale"]:
         density = min(1.0, max(float(densities[0]), (1 + 1e-9) / max(entries, 1)))
-        return TIES(
-            preset="mergekit", density=density, coefficient=float(shared["lambda"]), weights=weights,
-            aggregator="mean" if shared["normalize"] else "sum",
-        )  # fmt: skip
+        return _make_inner(True, bool(shared["normalize"]), float(shared["lambda"]), weights, density)
     inner = _make_inner(elects, bool(shared["normalize"]), float(shared["lambda"]), weights)
     if thinned is None or (even and densities[0] == 1):
         return inner
@@ -257,10 +254,12 @@ _OTHERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, list[Any]], bool], 
 }
 
 
-def _make_inner(elects: bool, normalize: bool, scale: float, weights: tuple[float, ...]) -> Method:
+def _make_inner(
+    elects: bool, normalize: bool, scale: float, weights: tuple[float, ...], density: float = 1.0
+) -> Method:
     if elects:
         return TIES(
-            preset="mergekit", density=1.0, coefficient=scale, weights=weights,
+            preset="mergekit", density=density, coefficient=scale, weights=weights,
             aggregator="mean" if normalize else "sum",
         )  # fmt: skip
     total = sum(weights)
@@ -270,21 +269,12 @@ def _make_inner(elects: bool, normalize: bool, scale: float, weights: tuple[floa
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linear(Method):
-    """`Σ w_t θ_t`, by `Σ w_t` if `normalize`; the base has a part only if it is one of the experts."""
-
-    normalize: bool = True
+class Sum(Method):
+    """`Σ w_t θ_t`; the base has a part only if it is one of the experts."""
 
     elementwise = True
 
-    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
-        if self.normalize:
-            return WeightAverage(weights=self.weights).weigh_experts(experts, name)
-        return super().weigh_experts(experts, name)
-
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        if self.normalize:
-            return WeightAverage().merge(name, base, deltas, site)
         total = (deltas * site.weights.view(-1, *[1] * base.dim())).sum(dim=0)
         return total + base * (site.weights.sum() - 1)
 

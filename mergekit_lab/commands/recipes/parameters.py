@@ -63,29 +63,24 @@ class RecipeParameters:
 
     def _resolve(self, name: str, layers: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
         part, t = self._locate(name, layers)
-        wanted = DEFAULTS[self.merge_method]
         shared, by_model = {}, {}
-        for key, default in wanted.items():
-            levels = [part.parameters, self.parameters]
-            if not is_per_model(self.merge_method, key):
-                shared[key] = _find_first(levels, key, name, t, default)
-                continue
-            by_model[key] = [
-                _find_first(
-                    [part.by_model.get(model, {}), *levels], key, _name_in(part, model, name), t, default
-                )
-                for model in self.models
-            ]
-            lacking = [m for m, v in zip(self.models, by_model[key], strict=True) if v is REQUIRED]
+        for key, default in DEFAULTS[self.merge_method].items():
+            own = is_per_model(self.merge_method, key)
+            models = self.models if own else [""]
+            values = []
+            for model in models:
+                levels = [part.by_model.get(model, {}), part.parameters, self.parameters]
+                values.append(_find_first(levels, key, _name_in(part, model, name), t, default))
+            lacking = [model for model, value in zip(models, values, strict=True) if value is REQUIRED]
             if lacking:
-                raise InputError(f"the recipe gives no {key} to {join_names(lacking)} for {name}")
-            for value in by_model[key]:
+                to = f" to {join_names(lacking)}" if own else ""
+                raise InputError(f"the recipe gives no {key}{to} for {name}")
+            for value in values:
                 check_parameter(self.merge_method, key, value, name)
-        lost = [key for key, value in shared.items() if value is REQUIRED]
-        if lost:
-            raise InputError(f"the recipe gives no {lost[0]} for {name}")
-        for key, value in shared.items():
-            check_parameter(self.merge_method, key, value, name)
+            if own:
+                by_model[key] = values
+            else:
+                (shared[key],) = values
         return shared, by_model
 
     def _locate(self, name: str, layers: Mapping[str, int]) -> tuple[LayerSlice, float]:

@@ -9,24 +9,27 @@ no effect, as in mergekit, and a note says so. mergekit computes in `dtype`; her
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mergekit_lab.checkpoints import Checkpoint
+from mergekit_lab.checkpoints.layers import LayerRange
 from mergekit_lab.checkpoints.vocabulary_rows import TokenPlan, TokenSource
-from mergekit_lab.commands.prepared import Adapter, Arranged, Piece
+from mergekit_lab.commands.prepared import Adapter, Arranged
 from mergekit_lab.commands.recipes.methods import (
     BASE_IS_FIRST,
     BASE_IS_ONE_OF_ALL,
     DEFAULTS,
     NUMBERS,
     WITHOUT_BASE,
+    PerTensor,
 )
 from mergekit_lab.commands.recipes.parameters import LayerSlice, RecipeParameters
-from mergekit_lab.commands.recipes.recipe import Recipe
 from mergekit_lab.errors import InputError, abbreviate, join_names, suggest
-from mergekit_lab.ranges import require, require_whole
+from mergekit_lab.ranges import Count, check_value, require
 
 _TOP = {
     *("merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype"),
@@ -35,6 +38,41 @@ _TOP = {
 _IDLE = {"name", "random_seed", "write_readme", "normalize", "int8_mask"}
 """Keys of public recipes that mergekit takes and does not read."""
 _PARAMETERS = {"int8_mask"}.union(*DEFAULTS.values())
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe as arguments of `prepare`.
+
+    Attributes:
+        base: the base model; for `linear` without one, the first model.
+        experts: by the names they have in the recipe.
+        settings: where parameters come from.
+        dtype: of what is written.
+        embeddings, tokenizer_from: what `tokenizer_source` asks for.
+        tokens: how vocabularies are made one; None where the recipe names no tokenizer.
+        chat_template: in Jinja; None keeps the tokenizer's own.
+        notes: what of it has no effect here.
+        text: the YAML as it was.
+        documents: merges that are made first, by name, each after those that it needs.
+    """
+
+    base: Any
+    experts: Mapping[str, Any]
+    settings: RecipeParameters
+    dtype: str | None
+    embeddings: str | None
+    tokenizer_from: str | None
+    chat_template: str | None
+    notes: Sequence[str]
+    text: str
+    tokens: TokenPlan | None = None
+    documents: Mapping[str, Recipe] = field(default_factory=dict)
+
+    def make_method(self, base: Checkpoint) -> PerTensor:
+        """The method for a model with these tensors."""
+        entries = {name: spec.numel for name, spec in base.specs.items() if spec.dtype.is_floating_point}
+        return self.settings.make_method(entries)
 
 
 class _Source(NamedTuple):
@@ -51,10 +89,6 @@ class _Slice(NamedTuple):
     base: tuple[str, Any] | None
     sources: list[_Source]
     parameters: Mapping[str, Any]
-
-    @property
-    def named_base(self) -> list[_Source]:
-        return [_Source(*self.base, 0, -1, {})] if self.base else []
 
 
 class RecipeReader:
@@ -187,7 +221,7 @@ class RecipeReader:
             raise InputError("no models")
         rows = [self.split_roles(part) for part in self.slices]
         columns = self.align_columns([experts for _, experts in rows])
-        names = [source.name for part in self.slices for source in (*part.sources, *part.named_base)]
+        names = [n for part in self.slices for n, *_ in (*part.sources, *([part.base] if part.base else ()))]
         short = _shorten(dict.fromkeys(names))
         experts = _shorten([", ".join(dict.fromkeys(short[s.name] for s in column if s)) for column in columns])
         labels = list(experts.values())
@@ -279,7 +313,7 @@ class RecipeReader:
     def join(self, sources: Sequence[_Source]) -> Any:
         if "models" in self.content:
             return sources[0].model
-        return Arranged(tuple(Piece(source.model, source.first, source.stop) for source in sources))
+        return Arranged(tuple(LayerRange(source.model, source.first, source.stop) for source in sources))
 
     def arrange_layers(self, labels: Sequence[str], columns: list[list[_Source | None]]) -> list[LayerSlice]:
         """What the slices say of the result's layers; a model that is not in one has no weight there."""
@@ -338,7 +372,7 @@ class RecipeReader:
             columns: what the base and each expert are in every slice.
         """
         multiple = self.tokenizer.get("pad_to_multiple_of") or 1
-        require_whole("pad_to_multiple_of", multiple, 1)
+        check_value(multiple, Count, "pad_to_multiple_of")
         positions: dict[str, int] = {}
         for position, column in enumerate(columns):
             names = {source.name if source else None for source in column}

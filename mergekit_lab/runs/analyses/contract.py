@@ -19,9 +19,10 @@ from torch import Tensor
 from mergekit_lab.analysis.plane import Sample, evaluate_line
 from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.kept_results import Cell, keep_results
-from mergekit_lab.ranges import Count, check_settings
+from mergekit_lab.ranges import Count, check_settings, require_choice
 from mergekit_lab.reporting.encoding import Chart
 from mergekit_lab.runs.finetune import declare_expert
+from mergekit_lab.runs.mergers import Merger
 from mergekit_lab.runs.nodes import Node
 from mergekit_lab.runs.run import Run, load_state
 from mergekit_lab.tasks import Part
@@ -42,6 +43,11 @@ class Analysis:
 
     def __post_init__(self) -> None:
         check_settings(type(self), vars(self), "analysis.{}")
+
+    def describe(self, run: Run, name: str, tasks: Iterable[str] = (), **settings: Any) -> dict[str, Any]:
+        """Contents have the analysis's name, its settings, and what names the experts of these tasks."""
+        names = list(tasks)
+        return {"analysis": name, **settings} | (describe_experts(run, names) if names else {})
 
     def list_needs(self, run: Run) -> tuple[Node, ...]:
         """The artifacts that it reads."""
@@ -105,10 +111,12 @@ class OnSamples(Analysis):
     part: Part = "validation"
     samples: Count | None = None
 
-    def describe_part(self, run: Run, tasks: Iterable[str] | None = None) -> dict[str, Any]:
-        """What names the samples of these tasks, by default of all."""
-        content = describe_scores(run, run.tasks if tasks is None else tasks)
-        return content | {"part": self.part, "samples": self.samples, "seed": run.seed}
+    def describe(self, run: Run, name: str, tasks: Iterable[str] = (), **settings: Any) -> dict[str, Any]:
+        """The same, and what names the samples of these tasks, by default of all."""
+        names = list(tasks)
+        scores = describe_scores(run, names or run.tasks)
+        part = {"part": self.part, "samples": self.samples, "seed": run.seed}
+        return super().describe(run, name, names, **settings) | scores | part
 
     def take_samples(self, run: Run, tasks: Iterable[str] | None = None) -> dict[str, Sample]:
         """Those samples, by task."""
@@ -138,6 +146,19 @@ def check_tasks(run: Run, names: Iterable[str], what: str) -> None:
             raise InputError(f"{what} names {name!r}, which is not a task{suggest(name, run.tasks)}")
 
 
+def choose_merger(known: Mapping[str, Merger], label: str | None, lacking: str) -> Merger:
+    """The merger that was asked for, by default the first.
+
+    Raises:
+        InputError: there is none, as `lacking` says, or not that one.
+    """
+    if not known:
+        raise InputError(lacking)
+    label = label or next(iter(known))
+    require_choice("analysis.merger", label, known)
+    return known[label]
+
+
 def choose_pairs(run: Run, pairs: list[list[str]] | None, *, default: int | None) -> list[tuple[str, str]]:
     """The pairs that were asked for, by default the first `default` of all; None: all.
 
@@ -153,11 +174,6 @@ def choose_pairs(run: Run, pairs: list[list[str]] | None, *, default: int | None
             raise InputError(f"analysis.pairs has {list(pair)}; a pair is two different tasks")
         chosen.append((pair[0], pair[1]))
     return chosen
-
-
-def add_planes(planes: Iterable[Sequence[Sequence[float]]]) -> list[list[float]]:
-    """The sum of values over the same two coefficients."""
-    return [[sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*planes, strict=True)]
 
 
 def make_grid(low: float, high: float, points: int) -> list[float]:

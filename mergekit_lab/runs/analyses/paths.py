@@ -13,7 +13,7 @@ from mergekit_lab.batches import to_device
 from mergekit_lab.curvature import Hessian, top_eigenvalues, trace
 from mergekit_lab.errors import InputError
 from mergekit_lab.ranges import Count
-from mergekit_lab.reporting.figures import Curve, chart_lines, chart_mergers
+from mergekit_lab.reporting.figures import chart_lines, chart_mergers
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.runs.analyses.contract import (
     Analysis,
@@ -21,9 +21,9 @@ from mergekit_lab.runs.analyses.contract import (
     Drawing,
     OnSamples,
     check_tasks,
+    choose_merger,
     choose_pairs,
     compute_each,
-    describe_experts,
     describe_scores,
     make_grid,
     normalize_mean,
@@ -54,12 +54,8 @@ class AlphaSweep(OnSamples):
         swept = list_scaled_mergers(run)
         if not swept:
             raise InputError("no merger of this run has a coefficient to sweep: set merger=task_arithmetic")
-        return {
-            "analysis": "alpha_sweep",
-            "alphas": make_grid(self.low, self.high, self.points),
-            "mergers": merge_keys(run, swept),
-            **self.describe_part(run),
-        }
+        alphas = make_grid(self.low, self.high, self.points)
+        return self.describe(run, "alpha_sweep", alphas=alphas, mergers=merge_keys(run, swept))
 
     def compute(self, run: Run, resume: Path) -> Data:
         alphas = make_grid(self.low, self.high, self.points)
@@ -101,24 +97,15 @@ class LossBarrier(OnSamples):
     points: int = 11
 
     def _find_label(self, run: Run) -> str:
-        if not run.mergers:
-            raise InputError("a loss barrier starts at a merged model: set merger=NAME")
-        label = self.merger or next(iter(run.mergers))
-        if label not in run.mergers:
-            raise InputError(f"analysis.merger is {label!r}; this run has {', '.join(run.mergers)}")
-        return label
+        lacking = "a loss barrier starts at a merged model: set merger=NAME"
+        return choose_merger(run.mergers, self.merger, lacking).label
 
     def list_needs(self, run: Run) -> tuple[Node, ...]:
         return (*super().list_needs(run), declare_merged(run, self._find_label(run)))
 
     def describe_content(self, run: Run) -> dict[str, Any]:
-        return {
-            "analysis": "barrier",
-            "shares": make_grid(0.0, 1.0, self.points),
-            "merged": declare_merged(run, self._find_label(run)).key,
-            **self.describe_part(run),
-            **describe_experts(run, run.tasks),
-        }
+        shares, merged = make_grid(0.0, 1.0, self.points), declare_merged(run, self._find_label(run))
+        return self.describe(run, "barrier", run.tasks, shares=shares, merged=merged.key)
 
     def compute(self, run: Run, resume: Path) -> Data:
         label, shares = self._find_label(run), make_grid(0.0, 1.0, self.points)
@@ -168,16 +155,11 @@ class HessianPath(Analysis):
 
     def describe_content(self, run: Run) -> dict[str, Any]:
         names = self._list_tasks(run)
-        return {
-            "analysis": "hessian",
-            "shares": make_grid(0.0, 1.0, self.points),
-            "samples": self.samples,
-            "lanczos": [self.iterations, self.tolerance],
-            "products": self.products,
-            **describe_scores(run, names),
-            "seed": run.seed,
-            **describe_experts(run, names),
-        }
+        return self.describe(
+            run, "hessian", names,
+            shares=make_grid(0.0, 1.0, self.points), samples=self.samples, products=self.products,
+            lanczos=[self.iterations, self.tolerance], seed=run.seed, **describe_scores(run, names),
+        )  # fmt: skip
 
     def compute(self, run: Run, resume: Path) -> Data:
         names, shares = self._list_tasks(run), make_grid(0.0, 1.0, self.points)
@@ -216,25 +198,18 @@ class HessianPath(Analysis):
     def draw(self, data: Data) -> Drawing:
         panels = []
         for measure, name in (("eigenvalue", "largest eigenvalue"), ("trace", "trace (Hutch++)")):
-            by_task: dict[str, list[Data]] = {}
-            for point in data["points"]:
-                if measure in point:
-                    by_task.setdefault(point["task"], []).append(point)
-            curves: dict[str, Curve] = {
-                task: ([point["at"] for point in points], [point[measure] for point in points])
-                for task, points in by_task.items()
-            }
-            if len(curves) > 1:
-                columns = zip(*(y for _, y in curves.values()), strict=True)
-                curves["mean"] = (data["shares"], [sum(column) / len(column) for column in columns])
-            spreads = {
-                task: [point["trace_error"] for point in points]
-                for task, points in (by_task if measure == "trace" else {}).items()
-            }
+            values: dict[str, list[float]] = {}
+            spreads: dict[str, list[float]] = {}
+            for point in (each for each in data["points"] if measure in each):
+                values.setdefault(point["task"], []).append(point[measure])
+                if measure == "trace":
+                    spreads.setdefault(point["task"], []).append(point["trace_error"])
+            if len(values) > 1:
+                values["mean"] = [sum(each) / len(each) for each in zip(*values.values(), strict=True)]
+            curves = {task: (data["shares"], each) for task, each in values.items()}
             if curves:
-                panels.append(
-                    chart_lines(name, "λ from θ0 (0) to the expert (1)", name, curves, spreads=spreads)
-                )
+                at = "λ from θ0 (0) to the expert (1)"
+                panels.append(chart_lines(name, at, name, curves, spreads=spreads))
         return Drawing("Curvature of the loss along fine-tuning", panels)
 
 
@@ -253,13 +228,8 @@ class JointTaskLinearity(OnSamples):
     points: int = 11
 
     def describe_content(self, run: Run) -> dict[str, Any]:
-        return {
-            "analysis": "jtl",
-            "pairs": choose_pairs(run, self.pairs, default=None),
-            "alphas": make_grid(0.0, 1.0, self.points),
-            **self.describe_part(run),
-            **describe_experts(run, run.tasks),
-        }
+        pairs, alphas = choose_pairs(run, self.pairs, default=None), make_grid(0.0, 1.0, self.points)
+        return self.describe(run, "jtl", run.tasks, pairs=pairs, alphas=alphas)
 
     def compute(self, run: Run, resume: Path) -> Data:
         alphas, size = make_grid(0.0, 1.0, self.points), run.cfg.evaluation_batch_size

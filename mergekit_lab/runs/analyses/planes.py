@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from annotated_types import Ge, MinLen
 from torch import Tensor
@@ -21,10 +22,8 @@ from mergekit_lab.runs.analyses.contract import (
     Data,
     Drawing,
     OnSamples,
-    add_planes,
     choose_pairs,
     compute_each,
-    describe_experts,
     make_grid,
     read_states,
 )
@@ -64,15 +63,9 @@ class _OnPlane(OnSamples):
         used = dict.fromkeys(task for pair in pairs for task in pair)
         everything = self.tasks == "all" or self.others != 0
         names = list(run.tasks) if everything else list(used)
-        return {
-            "analysis": "plane",
-            "pairs": pairs,
-            "alphas": make_grid(self.low, self.high, self.points),
-            "others": self.others,
-            "tasks": self.tasks,
-            **self.describe_part(run, names),
-            **describe_experts(run, names),
-        }
+        alphas = make_grid(self.low, self.high, self.points)
+        settings = {"pairs": pairs, "alphas": alphas, "others": self.others}
+        return self.describe(run, "plane", names, **settings) | {"tasks": self.tasks}
 
     def compute(self, run: Run, resume: Path) -> Data:
         content = self.describe_content(run)
@@ -123,7 +116,7 @@ class Landscape(_OnPlane):
             losses = {n.removeprefix("loss/"): v for n, v in entry["measures"].items() if n.startswith("loss/")}
             first, second = entry["pair"]
             points = {"θ0": (0.0, 0.0), first: (1.0, 0.0), second: (0.0, 1.0)}
-            shown = {f"joint loss, {first} + {second}": add_planes(losses.values())}
+            shown = {f"joint loss, {first} + {second}": np.sum(list(losses.values()), axis=0).tolist()}
             if len(data["pairs"]) == 1:
                 shown |= {f"loss of {task}": values for task, values in losses.items()}
             panels += [self._chart(data, title, values, points) for title, values in shown.items()]
@@ -162,13 +155,7 @@ class ExpertCloud(OnSamples):
     def describe_content(self, run: Run) -> dict[str, Any]:
         if len(run.tasks) < 3:
             raise InputError("analysis=cloud needs at least three experts")
-        return {
-            "analysis": "cloud",
-            "points": self.points,
-            "margin": self.margin,
-            **self.describe_part(run),
-            **describe_experts(run, run.tasks),
-        }
+        return self.describe(run, "cloud", run.tasks, points=self.points, margin=self.margin)
 
     def compute(self, run: Run, resume: Path) -> Data:
         ends = read_states(run, run.tasks)
@@ -200,7 +187,7 @@ class ExpertCloud(OnSamples):
         first, second = (f"{100 * share:.0f} %" for share in data["explained"])
         names = (f"component 1 ({first})", f"component 2 ({second})")
         shown = [
-            ("all tasks", add_planes(data["loss"].values()), points),
+            ("all tasks", np.sum(list(data["loss"].values()), axis=0).tolist(), points),
             *((task, values, {task: points[task]}) for task, values in data["loss"].items()),
         ]
         panels = [

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ from typing import Annotated, Any
 import torch
 from annotated_types import Ge, MinLen
 
-from mergekit_lab.errors import InputError, suggest
+from mergekit_lab.errors import InputError
 from mergekit_lab.merging import EpiMer, Method
 from mergekit_lab.ranges import Count
 from mergekit_lab.reporting.figures import Curve, chart_lines, chart_mergers
@@ -20,6 +21,7 @@ from mergekit_lab.runs.analyses.contract import (
     Data,
     Drawing,
     OnSamples,
+    choose_merger,
     compute_each,
     describe_experts,
     normalize_mean,
@@ -44,14 +46,23 @@ class Sweep(OnSamples):
 
     coefficients: Annotated[tuple[float, ...], MinLen(1)] = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 2.0)
 
-    def describe_shared(self, run: Run, name: str) -> dict[str, Any]:
-        """Settings that decide numbers, besides what is merged."""
-        return {"analysis": name, "coefficients": list(self.coefficients), **self.describe_part(run)}
+    def describe(self, run: Run, name: str, tasks: Iterable[str] = (), **settings: Any) -> dict[str, Any]:
+        return super().describe(run, name, tasks, coefficients=list(self.coefficients), **settings)
 
-    def _describe(self, run: Run, mergers: dict[str, Merger]) -> dict[str, Any]:
+    def _describe_mergers(self, run: Run, mergers: dict[str, Merger], **settings: Any) -> dict[str, Any]:
+        name = type(self).__name__
         if not mergers:
-            raise InputError(f"no merger of this run can be swept by {type(self).__name__}: set merger=tsvm")
-        return self.describe_shared(run, type(self).__name__) | {"mergers": merge_keys(run, mergers)}
+            raise InputError(f"no merger of this run can be swept by {name}: set merger=tsvm")
+        return self.describe(run, name, mergers=merge_keys(run, mergers), **settings)
+
+    def compute_points(
+        self, run: Run, resume: Path, labels: Iterable[str], values: Iterable[Any], measure: Callable[..., Data]
+    ) -> Data:
+        """Of every merger and swept value a point: what `measure(experts' values, label, value)` gives."""
+        own = self.score_experts(run)
+        cells = product(labels, values)
+        points = compute_each(run, resume, cells, lambda c: {"merger": c[0], **measure(own, *c)}, "merging")
+        return {"points": list(points.values())}
 
     def find_best(
         self, run: Run, method: Method, own: dict[str, float], tasks: Sequence[str] | None = None
@@ -107,19 +118,14 @@ class RankSweep(Sweep):
         return {label: m for label, m in run.mergers.items() if hasattr(m.method, "rank")}
 
     def describe_content(self, run: Run) -> dict[str, Any]:
-        return self._describe(run, self._list_mergers(run)) | {"ranks": list(self.ranks)}
+        return self._describe_mergers(run, self._list_mergers(run), ranks=list(self.ranks))
 
     def compute(self, run: Run, resume: Path) -> Data:
-        own = self.score_experts(run)
-
-        def compute(cell: tuple[str, int]) -> Data:
-            label, rank = cell
+        def measure(own: dict[str, float], label: str, rank: int) -> Data:
             method: Any = run.mergers[label].method
-            return {"merger": label, "rank": rank, **self.find_best(run, replace(method, rank=rank), own)}
+            return {"rank": rank, **self.find_best(run, replace(method, rank=rank), own)}
 
-        cells = [(label, rank) for label in self._list_mergers(run) for rank in self.ranks]
-        points = compute_each(run, resume, cells, compute, "sweeping ranks")
-        return {"points": list(points.values())}
+        return self.compute_points(run, resume, self._list_mergers(run), self.ranks, measure)
 
     def draw(self, data: Data) -> Drawing:
         return draw_best("Directions an expert keeps", "rank k", "rank", data["points"], self.part)
@@ -139,8 +145,8 @@ class ExpertCount(Sweep):
     groups: Annotated[int, Ge(0)] = 3
 
     def describe_content(self, run: Run) -> dict[str, Any]:
-        content = self._describe(run, list_scaled_mergers(run))
-        return content | {"groups": self.groups, **describe_experts(run, run.tasks)}
+        content = self._describe_mergers(run, list_scaled_mergers(run), groups=self.groups)
+        return content | describe_experts(run, run.tasks)
 
     def _list_groups(self, run: Run) -> list[list[str]]:
         names = list(run.tasks)
@@ -159,18 +165,12 @@ class ExpertCount(Sweep):
         return groups
 
     def compute(self, run: Run, resume: Path) -> Data:
-        own = self.score_experts(run)
-
-        def compute(cell: tuple[str, tuple[str, ...]]) -> Data:
-            label, group = cell
+        def measure(own: dict[str, float], label: str, group: tuple[str, ...]) -> Data:
             best = self.find_best(run, run.mergers[label].method, own, group)
-            return {"merger": label, "tasks": list(group), "experts": len(group), **best}
+            return {"tasks": list(group), "experts": len(group), **best}
 
-        cells = [
-            (label, tuple(group)) for label in list_scaled_mergers(run) for group in self._list_groups(run)
-        ]
-        points = compute_each(run, resume, cells, compute, "merging groups")
-        return {"points": list(points.values())}
+        groups = [tuple(group) for group in self._list_groups(run)]
+        return self.compute_points(run, resume, list_scaled_mergers(run), groups, measure)
 
     def draw(self, data: Data) -> Drawing:
         return draw_best("Experts merged", "experts", "experts", data["points"], self.part)
@@ -225,22 +225,12 @@ class CurvatureGain(OnSamples):
 
     def _find_merger(self, run: Run) -> Merger:
         known = {label: m for label, m in run.mergers.items() if isinstance(m.method, EpiMer)}
-        if not known:
-            raise InputError("no merger of this run is an EpiMer: set merger=epimer")
-        label = self.merger or next(iter(known))
-        if label not in known:
-            near = suggest(label, known)
-            raise InputError(f"analysis.merger is {label!r}, which is not an EpiMer of this run{near}")
-        return known[label]
+        return choose_merger(known, self.merger, "no merger of this run is an EpiMer: set merger=epimer")
 
     def describe_content(self, run: Run) -> dict[str, Any]:
         merger = self._find_merger(run)
-        return {
-            "analysis": "curvature_gain",
-            "merge": make_key(describe_merge(run, merger)),
-            "coefficient": self.coefficient,
-            **self.describe_part(run),
-        }
+        merge = make_key(describe_merge(run, merger))
+        return self.describe(run, "curvature_gain", merge=merge, coefficient=self.coefficient)
 
     def compute(self, run: Run, resume: Path) -> Data:
         method = self._find_merger(run).method

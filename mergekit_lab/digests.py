@@ -1,0 +1,57 @@
+"""SHA-256 of files, which are read again only where they may have changed."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+Version = tuple[int, ...]
+"""A file's device, inode, size and times of change: others where it was written to or replaced, and the same
+where its folder is renamed."""
+TICK = 20_000_000
+"""Nanoseconds after a change in which a file system may give another change the same time."""
+_known: dict[Version, str] = {}
+"""Of what this process has read."""
+
+
+def read_version(path: Path) -> Version | None:
+    """A file's version; None where there is no file that can be asked, or where it was changed just now."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    times = status.st_mtime_ns, status.st_ctime_ns
+    if time.time_ns() - max(times) < TICK:
+        return None
+    return (status.st_dev, status.st_ino, status.st_size, *times)
+
+
+def hash_bytes(path: Path) -> str:
+    """The hexadecimal SHA-256 of a file's bytes, read once in a process unless they may have changed."""
+    version = read_version(path)
+    if version is None or version not in _known:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if version is None:
+            return digest
+        _known[version] = digest
+    return _known[version]
+
+
+def hash_file(path: Path) -> str:
+    """The hexadecimal SHA-256 of a file's bytes. One of the hub's cache is not read: its name is its hash."""
+    return name if is_hash(name := path.resolve().name) else hash_bytes(path)
+
+
+def is_hash(name: str) -> bool:
+    """Whether a file's name is a SHA-256, as in the hub's cache."""
+    return re.fullmatch(r"[0-9a-f]{64}", name) is not None
+
+
+def hash_folder(root: Path, files: Iterable[Path]) -> str:
+    """The SHA-256 of files below a folder, by their names there and their bytes, in this order."""
+    lines = [f"{file.relative_to(root)} {hash_file(file)}" for file in files]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
