@@ -129,7 +129,7 @@ def main(arguments: list[str] | None = None) -> None:
             train_size=SIZES["train"], validation_size=SIZES["validation"], test_size=SIZES["test"]
         )
         samples = {part: stories.load_samples(part) for part in PARTS}
-        rows = {
+        rows: Parts = {
             part: [{"prompt": p, "answer": a} for p, a in zip(s.prompts, s.answers, strict=True)]
             for part, s in samples.items()
         }
