@@ -72,7 +72,8 @@ class RunFiles:
 
     def write(self) -> None:
         """All files but the records'."""
-        _write_samples(self.folder, self.samples)
+        import numpy as np
+
         write_text(self.folder / CONFIG, self.config_yaml)
         for name in _JSON:
             file, content = self.folder / f"{name}.json", getattr(self, name)
@@ -81,6 +82,11 @@ class RunFiles:
             else:
                 text = json.dumps(content, default=asdict, ensure_ascii=False, indent=1)
                 write_text(file, text + "\n")
+        (self.folder / SAMPLES).unlink(missing_ok=True)
+        if self.samples:
+            partial = self.folder / f".{os.getpid()}.{SAMPLES}"
+            np.savez_compressed(partial, **self.samples)
+            partial.replace(self.folder / SAMPLES)
 
 
 def read_run(folder: Path) -> RunFiles | Failure:
@@ -106,18 +112,6 @@ def read_run(folder: Path) -> RunFiles | Failure:
         return RunFiles(folder, records, config, samples=_read_samples(folder), **known)
     except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
         return Failure(name, str(error))
-
-
-def _write_samples(folder: Path, samples: Samples) -> None:
-    import numpy as np
-
-    (folder / SAMPLES).unlink(missing_ok=True)
-    if samples:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f".{os.getpid()}.{SAMPLES}"
-        arrays: dict[str, Any] = {key: np.asarray(values) for key, values in samples.items()}
-        np.savez_compressed(partial, **arrays)
-        partial.replace(folder / SAMPLES)
 
 
 def _read_samples(folder: Path) -> Samples:
