@@ -176,7 +176,7 @@ def _list_mismatches(base: Checkpoint, expert: Checkpoint) -> list[Mismatch]:
         own, theirs = (_open_clip_config(folder) for folder in folders if folder is not None)
         return _list_differences(own, theirs) if own and theirs else []
     raw = [read_config(folder) for folder in folders]
-    if not all(raw) or not _list_differences(*raw):
+    if not all(raw) or not _list_differences(raw[0], raw[1]):
         return []
     read = [_as_transformers_reads(folder) for folder in folders if folder is not None]
     known = [config for config in read if config is not None]

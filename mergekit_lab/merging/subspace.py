@@ -22,7 +22,7 @@ from torch import Tensor
 from mergekit_lab.checkpoints import Checkpoint, TensorSpec, find_adapter
 from mergekit_lab.checkpoints.adapter_writing import LowRankChange
 from mergekit_lab.checkpoints.adapters import Folded
-from mergekit_lab.checkpoints.checkpoint import View
+from mergekit_lab.checkpoints.checkpoint import Entry, View
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.factorizations import solve_one
 from mergekit_lab.merging.inputs import Inputs
@@ -143,7 +143,8 @@ class Frame:
         specs = {name: TensorSpec(shape, inputs.compute) for name, shape in self.shapes.items()}
 
         def replace_matrices(model: Checkpoint, read: Callable[[str], Tensor]) -> View:
-            return View(model, {**model.specs, **specs}, {name: partial(read, name) for name in specs})
+            matrices = {name: Entry(spec, partial(read, name)) for name, spec in specs.items()}
+            return View(model, {**model.list_entries(), **matrices})
 
         experts = {e: replace_matrices(x, partial(self.project, expert=e)) for e, x in inputs.experts.items()}
         base = replace_matrices(inputs.base, self._make_zeros)
