@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +41,8 @@ _JSON: dict[str, Any] = {
     "origin": Origin,
 }
 """Types of what the files `NAME.json` hold, by field of `RunFiles`."""
+_adapt = cache(TypeAdapter)
+"""A type's reader; making one takes milliseconds."""
 FILES_READ = ("failure.json", "records.jsonl", CONFIG, SAMPLES, *(f"{name}.json" for name in _JSON))
 
 
@@ -133,7 +136,7 @@ def _read_samples(folder: Path) -> Samples:
 def _read_json(file: Path, kind: Any) -> Any:
     """What a file holds, as a value of this type; None if there is no file."""
     try:
-        return TypeAdapter(kind).validate_json(file.read_bytes()) if file.exists() else None
+        return _adapt(kind).validate_json(file.read_bytes()) if file.exists() else None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
