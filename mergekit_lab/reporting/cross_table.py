@@ -77,12 +77,12 @@ def tabulate_across(records: Iterable[Record], table: str, measure: str = "norma
     by_cell: dict[tuple[str, ...], list[Record]] = defaultdict(list)
     kept: dict[tuple[Any, ...], str] = {}
     for record in shown:
-        cell = tuple(_read_value(record, name) for name in names)
-        by_cell[cell].append(record)
-        where = (*cell, record.task, record.seed)
+        pair = tuple(_read_value(record, name) for name in names)
+        by_cell[pair].append(record)
+        where = (*pair, record.task, record.seed)
         if kept.setdefault(where, record.evaluation_key) != record.evaluation_key:
             raise InputError(
-                f"table={table}: {', '.join(cell)}: {record.task}, seed {record.seed}, has several evaluations "
+                f"table={table}: {', '.join(pair)}: {record.task}, seed {record.seed}, has several evaluations "
                 "that differ outside the table's dimensions: report over fewer runs"
             )
 

@@ -212,17 +212,16 @@ class FolderRows(Rows):
         classes = sorted(name for name in inside if not name.startswith("."))
         images = [(n, file) for n, name in enumerate(classes) for file in _list_image_files(folder / name)]
         self._folder = folder
-        self._images = [file for _, file in images]
-        refuse_no_files(self._images)
+        self.files = [file for _, file in images]
+        refuse_no_files(self.files)
         self.labels = np.array([number for number, _ in images], dtype=np.int64)
         self.label_names = tuple(classes)
-        self.files = self._images
 
     def load(self, chunk: int) -> list[bytes]:
-        return [self._images[row].read_bytes() for row in self.chunks[chunk]]
+        return [self.files[row].read_bytes() for row in self.chunks[chunk]]
 
     def name(self, row: int) -> str:
-        return str(self._images[row].relative_to(self._folder.parent))
+        return str(self.files[row].relative_to(self._folder.parent))
 
 
 def _list_image_files(folder: Path) -> list[Path]:
