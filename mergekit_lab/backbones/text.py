@@ -215,8 +215,7 @@ class CausalObjective(TextObjective):
 
     def compute_loss(self, model: nn.Module, batch: Any, *, label_smoothing: float = 0.0) -> Tensor:
         labels = batch["labels"][:, 1:]
-        fixed = "columns" in batch
-        used = batch["columns"][0] if fixed else (labels != IGNORED).any(dim=0).nonzero().flatten()
+        used = batch["columns"][0] if "columns" in batch else (labels != IGNORED).any(dim=0).nonzero().flatten()
         inputs = {name: t for name, t in batch.items() if name not in ("labels", "segments", "columns")}
         if "segments" in batch:
             if batch["segments"].shape[1] > mask_reach(unwrap_model(model)):

@@ -295,9 +295,9 @@ class FinetuneModule(RecordedModule):
 
     def _wants_replay(self, optimizer: Any) -> bool:
         """Whether steps are to be replayed; if they cannot be, a line of the log says why."""
-        if not self.settings.capture or (self.settings.capture == "auto" and self.device.type not in DEVICES):
-            return False
-        if self.settings.capture == "auto" and self.clock is None and self.steps < _REPLAY_PAYS_FROM:
+        pays = self.clock is not None or self.steps >= _REPLAY_PAYS_FROM
+        on_card = self.device.type in DEVICES
+        if not self.settings.capture or (self.settings.capture == "auto" and not (on_card and pays)):
             return False
         why = self._refuse_replay(optimizer)
         if why:
