@@ -185,7 +185,7 @@ class CausalObjective(TextObjective):
         return {name: pad_rows(parts, empty.get(name, 0))[0] for name, parts in rows.items()}
 
     @property
-    def fixes_shapes(self) -> bool:
+    def fixes_shapes(self) -> bool:  # type: ignore[override]
         return not self.reading.packing
 
     def fix_shape(self, batch: Any) -> Batch:
