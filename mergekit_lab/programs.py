@@ -47,7 +47,7 @@ def load_torch_ahead() -> Thread | None:
         if load(os.fsencode(folder / "libtorch_global_deps.so"), os.RTLD_NOW | os.RTLD_GLOBAL):
             load(os.fsencode(folder / "libtorch_python.so"), os.RTLD_NOW)
 
-    thread = Thread(target=load_all, name="load torch", daemon=True)
+    thread = Thread(target=load_all, name="load torch")  # no daemon: an exit amid loading would crash
     thread.start()
     return thread
 

@@ -123,6 +123,15 @@ def go(folder: Path, store: Path, *overrides: str) -> None:
     start(cfg, folder, choices, list(overrides))
 
 
+def find_pieces(cfg) -> set[str]:
+    """What a run is put together from: its stages, classes and ways, wherever they stand."""
+    nodes = [cfg.backbone, cfg.finetuning, cfg.optimizer, *cfg.mergers.values(), *cfg.suite.tasks.values()]
+    nodes += [node for node in (cfg.merger, *cfg.optimizer_of.values()) if node]
+    nodes += [cfg.analysis] if "analyze" in cfg.stage else []
+    ways = [f"search {cfg.search.method}", f"experts {bool(cfg.experts)}", f"kind {cfg.backbone.get('kind')}"]
+    return {node._target_ for node in nodes} | {str(list(cfg.stage)), *ways}
+
+
 def to_plain(cfg):
     return OmegaConf.to_container(cfg, resolve=True)
 

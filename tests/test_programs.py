@@ -120,3 +120,10 @@ assert "torch" not in sys.modules
 assert "/libtorch_python.so" in open("/proc/self/maps").read()"""
     subprocess.run([sys.executable, "-c", lines], check=True)
     assert load_torch_ahead() is None  # here it is imported
+
+
+def test_a_program_that_ends_while_torch_is_loaded_does_not_crash(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "mergekit_lab", "+experiment=missing"]
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("there is no experiment 'missing'")

@@ -111,8 +111,6 @@ def _advise_on_rank(measured: Interference) -> Advice:
 
 
 def _advise_scales(measured: Interference) -> list[Advice]:
-    if not measured.has_fishers:
-        return []
     low, high = float(measured.fisher_traces.min()), float(measured.fisher_traces.max())
     if high <= _SCALES * low:
         return []

@@ -18,7 +18,7 @@ from typing import Any
 
 from mergekit_lab.checkpoints.hub import get_snapshot, parse_hub_id
 from mergekit_lab.checkpoints.model_files import find_tokenizer_files
-from mergekit_lab.checkpoints.plain_files import hash_file, hash_folder
+from mergekit_lab.digests import hash_file, hash_folder
 from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.paths import find_default_store
 

@@ -133,10 +133,8 @@ class InMemory(Checkpoint):
             if tensor.numel() == 0 or tensor.device.type == "meta":
                 continue
             memory = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-            if memory in first:
-                again[name] = first[memory]
-            else:
-                first[memory] = name
+            if (kept := first.setdefault(memory, name)) != name:
+                again[name] = kept
         return again
 
 

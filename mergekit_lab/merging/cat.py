@@ -67,9 +67,9 @@ class CAT(ScaledMethod):
                 )
             return site.orient(self._project(weights, grams)).to(deltas.dtype)
         if base.dim() == 1 and grams is not None and grams.shape[1:] == base.shape:
-            return self._mask(own, grams)
+            return self._mask(own, grams, self.penalty)
         if base.dim() == 1 and name.endswith("bias"):
-            return self._mask(own, torch.ones_like(own), penalty=0.0)
+            return self._mask(own, torch.ones_like(own), 0.0)
         return own.sum(dim=0)
 
     def _project(self, deltas: Tensor, grams: Tensor) -> Tensor:
@@ -103,9 +103,8 @@ class CAT(ScaledMethod):
         top = vectors[:, -self.rank :][:, values[-self.rank :] > 0].clone()
         return top if span is None else span @ top
 
-    def _mask(self, deltas: Tensor, squares: Tensor, penalty: float | None = None) -> Tensor:
+    def _mask(self, deltas: Tensor, squares: Tensor, penalty: float) -> Tensor:
         """Of `[T, n]` and mean squares `[T, n]` of what they multiply: `[n]`."""
-        penalty = self.penalty if penalty is None else penalty
         kept = torch.ones_like(deltas)
         for k in range(len(deltas)):
             conflict = torch.zeros_like(deltas[k])

@@ -21,10 +21,6 @@ from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.ranges import FLOAT32_MAX, check_settings, require
 
 
-def _ignore_note(key: str, value: object) -> None:
-    pass
-
-
 class Segment(NamedTuple):
     """A flat range of a tensor."""
 
@@ -56,7 +52,7 @@ class Site:
     side: Mapping[str, Tensor] = field(default_factory=dict)
     survey: Any = None
     tensor: Any = None
-    note: Callable[[str, object], None] = _ignore_note
+    note: Callable[[str, object], None] = lambda key, value: None
     unit: bool = False
     transposed: bool = False
 
@@ -156,6 +152,8 @@ class Method:
     """Whether it makes a model per task, as `merge_factors` stores them. `merge` returns one for all tasks."""
     default_weight: ClassVar[float] = 1.0
     """`λ_t` where `weights` is None."""
+    signed: ClassVar[bool] = True
+    """Whether weights may be negative, or all 0."""
     fewest: ClassVar[int] = 1
     most: ClassVar[int | None] = None
     """How many experts it takes; None: any number."""
@@ -226,6 +224,8 @@ class Method:
             _match(value, name, default) if isinstance(value, Mapping) else float(value) for value in values
         ]
         require(all(map(is_finite, numbers)), "weights", self.weights, "finite in float32")
+        fit = self.signed or min(numbers) >= 0 < max(numbers)
+        require(fit, "weights", self.weights, "at least 0, and not all 0")
         return numbers
 
     def _check_number(self, experts: int) -> None:

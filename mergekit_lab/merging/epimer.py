@@ -55,11 +55,7 @@ class EpiMer(AtomMethod):
     normalize: Literal["none", "trace", "norm"] = "none"
 
     side_inputs: ClassVar[tuple[str, ...]] = ("fisher",)
-
-    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
-        weights = super().weigh_experts(experts, name)
-        require(min(weights) >= 0 and sum(weights) > 0, "weights", self.weights, "at least 0, and not all 0")
-        return weights
+    signed = False
 
     def survey(self, stream: Stream) -> Any:
         if self.normalize == "none":

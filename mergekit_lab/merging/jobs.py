@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 
 from mergekit_lab.merging.blocks import Reader
 from mergekit_lab.merging.contract import Method
@@ -19,34 +18,42 @@ def plan_jobs(reader: Reader) -> list[list[str]]:
 
     They are the same however many devices share them: a matrix is rounded otherwise in a stack of another size.
     """
-    names, specs = reader.inputs.merged, reader.inputs.base.specs
+    names: Sequence[str] = reader.inputs.merged
+    specs = reader.inputs.base.specs
     method = reader.method
     if reader.device.type == "cpu":
-        return [[name] for name in _order(names, reader)]
+        if isinstance(method, SpectralMethod):  # the cheapest first: a bar moves at once
+            names = sorted(names, key=lambda name: count_work(method, name, specs[name].shape))
+        return [[name] for name in names]
     if isinstance(method, SpectralMethod):
-        alone = [[name] for name in names if name in reader.inputs.stacks]
-        groups: dict[tuple[tuple[int, ...], bool], list[str]] = {}
+        groups: dict[object, list[str]] = {}
         others: list[str] = []
         for name in names:
-            if name in reader.inputs.stacks:
-                continue
             shape = specs[name].shape
-            alike = shape, name in reader.inputs.transposed
-            (groups.setdefault(alike, []) if method.is_matrix(name, shape) else others).append(name)
-        experts = len(reader.experts)
-        stacks = [
-            list(part)
-            for (shape, _), members in groups.items()
-            for part in _chunk(members, STACK_BYTES // (4 * experts * max(1, math.prod(shape))))
-        ]
+            if name in reader.inputs.stacks:
+                groups[name] = [name]
+            elif method.is_matrix(name, shape):
+                groups.setdefault((shape, name in reader.inputs.transposed), []).append(name)
+            else:
+                others.append(name)
+        stacks = []
+        for members in groups.values():
+            step = count_members(reader, specs[members[0]].numel)
+            stacks += [members[start : start + step] for start in range(0, len(members), step)]
 
         def work(part: list[str]) -> int:
             shape = specs[part[0]].shape
             return len(part) * math.prod(shape) * min(shape[-2:])
 
         # the longest first, or several devices would wait for the one that has it
-        return [*sorted([*stacks, *alone], key=work, reverse=True), *_pool(others, reader)]
+        return [*sorted(stacks, key=work, reverse=True), *_pool(others, reader)]
     return _pool(names, reader) if reader.pools else [[name] for name in names]
+
+
+def count_members(reader: Reader, entries: int) -> int:
+    """Matrices of so many entries that are factorized together."""
+    size = 4 * len(reader.experts) * entries
+    return 1 if reader.device.type == "cpu" else max(1, STACK_BYTES // max(1, size))
 
 
 def count_work(method: Method, name: str, shape: Sequence[int]) -> int:
@@ -59,14 +66,6 @@ def count_work(method: Method, name: str, shape: Sequence[int]) -> int:
         return size
     small = min(shape[-2:])
     return small * size + 3 * small**2 * size // max(*shape[-2:], 1)
-
-
-def _order(names: Sequence[str], reader: Reader) -> Sequence[str]:
-    """Where tensors are factorized the cheapest first: a bar moves at once, and has a pace by the longest."""
-    if not isinstance(reader.method, SpectralMethod):
-        return names
-    specs = reader.inputs.base.specs
-    return sorted(names, key=lambda name: count_work(reader.method, name, specs[name].shape))
 
 
 def _pool(names: Sequence[str], reader: Reader) -> list[list[str]]:
@@ -82,9 +81,3 @@ def _pool(names: Sequence[str], reader: Reader) -> list[list[str]]:
         jobs[-1].append(name)
         room -= size
     return jobs
-
-
-def _chunk(names: list[str], size: int) -> Iterator[tuple[str, ...]]:
-    iterator = iter(names)
-    while part := tuple(islice(iterator, max(1, size))):
-        yield part

@@ -18,7 +18,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from mergekit_lab.merging.sphere import SphericalMethod
-from mergekit_lab.ranges import Rate, require
+from mergekit_lab.ranges import Rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +35,7 @@ class Karcher(SphericalMethod):
     steps: Annotated[int, Ge(0)] = 10
     tolerance: Rate = 1e-5
 
-    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
-        weights = super().weigh_experts(experts, name)
-        require(min(weights) >= 0 < max(weights), "weights", self.weights, "at least 0, and not all 0")
-        return weights
+    signed = False
 
     def find_shares(self, name: str, gram: Tensor, weights: Tensor) -> Sequence[float]:
         shares, lengths = weights / weights.sum(), gram.diagonal().sqrt()

@@ -148,7 +148,7 @@ def _mask(method: EMR, reader: Reader, name: str, rescalers: Tensor) -> list[tup
     shared = torch.empty(spec.numel, dtype=dtype)
     bits = torch.zeros(experts, count_bytes(spec.shape), dtype=torch.uint8)
     for piece in reader.cut([name]):
-        _, deltas = reader.read(piece, reader.flat)
+        _, deltas = reader.read(piece)
         reader.expect_finite([name], deltas)
         unified, masks = method.unify(reader.make_site(piece).weigh(deltas))
         reader.settle()

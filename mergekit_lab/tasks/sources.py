@@ -16,6 +16,7 @@ import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +39,21 @@ class Rows(ABC):
         label_names: the source's names of its labels, in their order; None if it has none.
         by_name: whether the source has only names. Then `labels` are positions in `label_names`, which lists
             the names in this part: the same number may be another class in another part.
-        chunks: ranges of rows to read together. They cover all rows in order.
         files: the files that hold the rows. Their sizes and times tell whether they changed.
     """
 
     labels: np.ndarray
     label_names: tuple[str, ...] | None = None
     by_name: bool = False
-    chunks: list[range]
     files: list[Path]
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @cached_property
+    def chunks(self) -> list[range]:
+        """Ranges of rows to read together. They cover all rows in order."""
+        return [range(start, min(start + _CHUNK, len(self))) for start in range(0, len(self), _CHUNK)]
 
     @abstractmethod
     def load(self, chunk: int) -> list[bytes]:
@@ -58,10 +62,6 @@ class Rows(ABC):
     @abstractmethod
     def name(self, row: int) -> str:
         """A row's image as messages call it."""
-
-
-def _list_chunks(total: int) -> list[range]:
-    return [range(start, min(start + _CHUNK, total)) for start in range(0, total, _CHUNK)]
 
 
 class ParquetRows(Rows):
@@ -130,14 +130,10 @@ def explain_parquet_errors(file: Path) -> Iterator[None]:
 def _find_image_column(file: Path, schema: Any, wanted: str) -> str:
     from pyarrow import types
 
-    def is_binary(kind: Any) -> bool:
-        return bool(types.is_binary(kind) or types.is_large_binary(kind))
-
     def holds_images(kind: Any) -> bool:
-        if types.is_struct(kind):
-            fields = [kind.field(i) for i in range(kind.num_fields)]
-            return any(field.name == "bytes" and is_binary(field.type) for field in fields)
-        return is_binary(kind)
+        if types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+            kind = kind.field("bytes").type
+        return bool(types.is_binary(kind) or types.is_large_binary(kind))
 
     candidates = [field.name for field in schema if holds_images(field.type)]
     if wanted in candidates:
@@ -220,7 +216,6 @@ class FolderRows(Rows):
         refuse_no_files(self._images)
         self.labels = np.array([number for number, _ in images], dtype=np.int64)
         self.label_names = tuple(classes)
-        self.chunks = _list_chunks(len(images))
         self.files = self._images
 
     def load(self, chunk: int) -> list[bytes]:
@@ -261,7 +256,6 @@ class TarRows(Rows):
                     self._members.append((file, member.offset_data, member.size, member.name))
                     labels.append(numbers[key])
         self.labels = np.array(labels, dtype=np.int64)
-        self.chunks = _list_chunks(len(labels))
 
     def load(self, chunk: int) -> list[bytes]:
         images = []
@@ -333,7 +327,6 @@ class Fer2013Rows(Rows):
         self._pixels = [row["pixels"] or "" for _, row in rows]
         self.labels = np.array(numbers, dtype=np.int64)
         self.label_names = _FER2013_LABELS
-        self.chunks = _list_chunks(len(rows))
 
     def load(self, chunk: int) -> list[bytes]:
         return [_encode_gray(self._pixels[row]) for row in self.chunks[chunk]]

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -44,12 +45,25 @@ class TestBatches(BatchedSweeperTestSuite):
     pass
 
 
+def take_last(test):
+    """A test of a suite with its last variant alone, which sets what the others do; each is a program."""
+    (mark,) = test.pytestmark
+
+    @pytest.mark.parametrize(mark.args[0], mark.args[1][-1:])
+    @wraps(test, updated=())
+    def run(*arguments, **named) -> None:
+        test(*arguments, **named)
+
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("task_launcher_cfg", "extra_flags"), [({}, ["-m", "hydra/launcher=local", *ON_THE_CPU])]
 )
 class TestPrograms(IntegrationTestSuite):
-    pass
+    test_custom_task_name = take_last(IntegrationTestSuite.test_custom_task_name)
+    test_custom_sweeper_run_workdir = take_last(IntegrationTestSuite.test_custom_sweeper_run_workdir)
 
 
 @pytest.mark.parametrize("sweeper", ["basic", "comparison"])

@@ -63,13 +63,14 @@ SMALL = {
 FILES = sorted((find_conf_dir() / "analysis").glob("*.yaml"))
 
 
+def list_overrides(name: str) -> list[str]:
+    return ["stage=analyze", f"analysis={name}", "joint=false", "merger=task_arithmetic", *SMALL[name]]
+
+
 def analyze(folder: Path, store: Path, name: str, *overrides: str, drawn: bool = False) -> dict:
     """The numbers; `drawn` makes files of the figure too."""
-    common = ["stage=analyze", f"analysis={name}", "joint=false"]
-    if not any(each.startswith("merger=") for each in SMALL[name]):
-        common.append("merger=task_arithmetic")
     with nullcontext() if drawn else patch.object(stage, "save_figure", lambda *_: folder):
-        go(folder, store, *common, *SMALL[name], *overrides)
+        go(folder, store, *list_overrides(name), *overrides)
     return json.loads((folder / f"analysis/{name}.json").read_text())
 
 
@@ -100,7 +101,7 @@ DRAWN = "landscape"
 
 
 @pytest.mark.parametrize("name", list(SMALL))
-def test_it_writes_numbers_and_a_figure_and_is_found_again(name: str, trained, tmp_path, monkeypatch) -> None:
+def test_it_writes_numbers_and_a_figure_and_is_found_again(name: str, trained, tmp_path) -> None:
     _, store = trained
     with nullcontext() if name == DRAWN else leave_undrawn():
         data = analyze(tmp_path / "first", store, name, drawn=True)
@@ -109,9 +110,10 @@ def test_it_writes_numbers_and_a_figure_and_is_found_again(name: str, trained, t
     if name == DRAWN:
         assert struct.unpack(">II", png[16:24])[0] > 500
         assert "<svg" in (tmp_path / f"first/analysis/{name}.svg").read_text()
-    target = get_class(yaml.safe_load((find_conf_dir() / f"analysis/{name}.yaml").read_text())["_target_"])
-    monkeypatch.setattr(target, "compute", None)
-    assert analyze(tmp_path / "again", store, name) == data
+    cfg, choices = compose_config([*TINY, f"store.root={store}", *list_overrides(name)])
+    run = Run(cfg, tmp_path, choices)
+    stored = run.find(stage.declare_analysis(run))
+    assert json.loads(stored.find_file(stage.DATA).read_text()) == data
 
 
 def test_the_analysis_of_the_page_measures_the_stored_experts(trained, tmp_path, monkeypatch) -> None:
@@ -292,13 +294,13 @@ def test_a_wrong_setting_is_named(name: str, override: str, match: str, trained,
 
 def test_losses_that_overflow_are_null_in_the_store_and_leave_a_figure(trained, tmp_path) -> None:
     far = ["analysis.points=2", "analysis.low=-1e20", "analysis.high=1e20"]
-    data = analyze(tmp_path / "a", trained[1], "landscape", *far, drawn=True)
+    with leave_undrawn():
+        data = analyze(tmp_path / "a", trained[1], "landscape", *far, drawn=True)
+        lines = analyze(tmp_path / "b", trained[1], "alpha_sweep", *far, drawn=True)
     (entry,) = data["pairs"]
     assert any(None in row for row in entry["measures"]["loss/digits"])
-    with leave_undrawn():
-        lines = analyze(tmp_path / "b", trained[1], "alpha_sweep", *far, drawn=True)
     assert None in lines["mergers"]["task_arithmetic"]["digits"]["loss"]
-    assert (tmp_path / "a/analysis/landscape.png").stat().st_size > 1000
+    assert (tmp_path / "a/analysis/landscape.png").is_file()
 
 
 def test_rows_with_nan_are_read_back_and_written_as_null(tmp_path) -> None:
