@@ -185,7 +185,7 @@ class CausalObjective(TextObjective):
         return {name: pad_rows(parts, empty.get(name, 0))[0] for name, parts in rows.items()}
 
     @property
-    def fixes_shapes(self) -> bool:
+    def fixes_shapes(self) -> bool:  # type: ignore[override]
         return not self.reading.packing
 
     def fix_shape(self, batch: Any) -> Batch:
@@ -215,8 +215,7 @@ class CausalObjective(TextObjective):
 
     def compute_loss(self, model: nn.Module, batch: Any, *, label_smoothing: float = 0.0) -> Tensor:
         labels = batch["labels"][:, 1:]
-        fixed = "columns" in batch
-        used = batch["columns"][0] if fixed else (labels != IGNORED).any(dim=0).nonzero().flatten()
+        used = batch["columns"][0] if "columns" in batch else (labels != IGNORED).any(dim=0).nonzero().flatten()
         inputs = {name: t for name, t in batch.items() if name not in ("labels", "segments", "columns")}
         if "segments" in batch:
             if batch["segments"].shape[1] > mask_reach(unwrap_model(model)):

@@ -219,7 +219,7 @@ class EncoderObjective(ScoredText):
         return {"input_ids": tokens, "attention_mask": mask, "labels": self.list_labels(part, index)}
 
     @property
-    def fixes_shapes(self) -> bool:
+    def fixes_shapes(self) -> bool:  # type: ignore[override]
         return self.encoder.dropout == 0
 
     def fix_shape(self, batch: Any) -> Batch:

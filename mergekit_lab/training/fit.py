@@ -105,12 +105,15 @@ def finetune(
     lit.strategy.barrier()
     if not lit.is_global_zero:
         return None
-    if end.state is not None:
-        return _collect(end.state, end.step, module.curve)
-    # an earlier step's are the best, or the training had already ended
-    file = resume / "last.ckpt" if best is None else best.best_model_path
-    loaded = torch.load(file, weights_only=True, map_location="cpu")
-    return _collect(loaded["state_dict"], int(loaded["global_step"]), module.curve)
+    saved, step = end.state, end.step
+    if saved is None:  # an earlier step's are the best, or the training had already ended
+        file = resume / "last.ckpt" if best is None else best.best_model_path
+        loaded = torch.load(file, weights_only=True, map_location="cpu")
+        saved, step = loaded["state_dict"], int(loaded["global_step"])
+    state = {name.removeprefix("model."): tensor for name, tensor in saved.items()}
+    at_step = (point for point in reversed(module.curve) if point["step"] == step)
+    accuracy = next((point["val_accuracy"] for point in at_step if "val_accuracy" in point), 0.0)
+    return Finetuned(state, module.curve, accuracy, step)
 
 
 def _make_trainer(
@@ -144,15 +147,6 @@ def _make_trainer(
         )
     except MisconfigurationException as error:
         raise InputError(f"training cannot start: {error}") from None
-
-
-def _collect(saved: Mapping[str, Tensor], step: int, curve: list[dict[str, float]]) -> Finetuned:
-    """The weights of a module's state dict, with the accuracy last measured at their step."""
-    state = {n.removeprefix("model."): v for n, v in saved.items()}
-    accuracy = next(
-        (p["val_accuracy"] for p in reversed(curve) if p["step"] == step and "val_accuracy" in p), 0.0
-    )
-    return Finetuned(state, curve, accuracy, step)
 
 
 class _Latest(ModelCheckpoint):

@@ -25,7 +25,6 @@ from mergekit_lab.errors import InputError, say_error
 from mergekit_lab.machine import count_cores
 
 log = logging.getLogger(__name__)
-NAMES = ("last", "best")
 _WRONG = {
     "content": "it is not as this program wrote it",
     "identity": "it is of another training",
@@ -95,7 +94,7 @@ class SealedCheckpoints(TorchCheckpointIO):
         """
         if folder.exists() and not folder.is_dir():
             raise InputError(f"checkpoints go into {folder}, which is not a folder: move it away")
-        for path in (folder / f"{name}{suffix}" for name in NAMES for suffix in (".ckpt", ".part")):
+        for path in (folder / f"{name}{suffix}" for name in ("last", "best") for suffix in (".ckpt", ".part")):
             if path.is_dir():
                 raise InputError(
                     f"{path} is a folder, but training writes a file there: move it away, or delete it"
