@@ -43,7 +43,12 @@ class Protocol:
     def tell_apart(self, row: Published, settings: Mapping[str, str]) -> tuple[str, str]:
         """`key=value; …` of what is equal to what is printed, and of what is not printed."""
         named = {pair.partition("=")[0] for pair in row.when.split()} | self.printed
-        equal, ours = [], dict(self._select_for_row(row))
+        equal, ours = [], dict[str, str]()
+        for key, text in self.ours.items():  # but other rows' methods and, for experts, the search
+            group, _, rest = key.partition(".")
+            other = group == "mergers" and rest.partition(".")[0] != row.row
+            if not other and not (group == "search" and row.row in _OF_EVERY_RUN):
+                ours[key] = text
         for name, value in settings.items():
             key = name.removesuffix("?")
             if key in named or key.rpartition(".")[2] in _NAMED_BY_ROWS or self == Protocol():
@@ -51,15 +56,6 @@ class Protocol:
             else:
                 ours.setdefault(key, value)
         return "; ".join(equal), "; ".join(f"{k}={text}" for k, text in ours.items() if k not in named)
-
-    def _select_for_row(self, row: Published) -> Iterable[tuple[str, str]]:
-        """What concerns the row: not other rows' methods, nor, of experts, how coefficients are searched."""
-        for key, text in self.ours.items():
-            group, _, rest = key.partition(".")
-            if group == "mergers" and rest.partition(".")[0] != row.row:
-                continue
-            if not (group == "search" and row.row in _OF_EVERY_RUN):
-                yield key, text
 
 
 @dataclass(frozen=True)
