@@ -3,8 +3,6 @@
 Dimension 0 of a tensor is the sample.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

@@ -33,9 +33,12 @@ FASTEST = 1e30
 _LONGEST = 2**63
 """Whole numbers from here on are none to torch."""
 
+Natural = Annotated[int, Ge(0)]
 Count = Annotated[int, Ge(1)]
 Share = Annotated[float, Gt(0), Le(1)]
 Proportion = Annotated[float, Ge(0), Le(1)]
+Magnitude = Annotated[float, Ge(0)]
+Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0), Le(FASTEST)]
 Rate = Annotated[float, Gt(0), Le(FASTEST)]
 Number = Annotated[float, Ge(-FASTEST), Le(FASTEST)]

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -81,3 +82,10 @@ def read_rows(folder: Path) -> list[tuple[str, str, float, str, str]]:
 def list_half_made(store: Path) -> list[str]:
     """Kinds of what is in the making."""
     return sorted(path.parent.name for path in store.glob("work/*/*"))
+
+
+def describe_call() -> dict[str, str]:
+    """When a script was called, and how."""
+    script, *arguments = sys.argv
+    command = " ".join(["python", f"experiments/faults/{Path(script).name}", *arguments])
+    return {"date": str(date.today()), "command": command}

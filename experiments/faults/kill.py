@@ -14,14 +14,12 @@ import os
 import random
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 
 import torch
-from common import hash_weights, list_half_made, read_rows, run_once, start
+from common import describe_call, hash_weights, list_half_made, read_rows, run_once, start
 from composing import TINY
 
 
@@ -75,9 +73,7 @@ def main() -> None:
         }
         print(row, flush=True)
         rows.append(row)
-        report = {
-            "date": str(date.today()),
-            "command": f"python experiments/faults/kill.py {' '.join(sys.argv[1:])}",
+        report = describe_call() | {
             "undisturbed_seconds": round(length, 1),
             "files": len(weights),
             "records": len(records),

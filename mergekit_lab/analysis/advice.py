@@ -3,8 +3,6 @@
 A suggestion without a study behind it says so. New studies change the texts here and nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median_low

@@ -6,11 +6,9 @@ whatever the size of the model.
 Legend: T experts, δ_t task vectors, v_t an expert's diagonal Fisher.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -48,12 +46,12 @@ class Sums:
     lost: Tensor
     harm: Tensor
 
-    @staticmethod
-    def make_zero(experts: int) -> Sums:
+    @classmethod
+    def make_zero(cls, experts: int) -> Self:
         """Sums over no entries."""
-        return Sums(*(torch.zeros(experts, experts, dtype=torch.float64) for _ in range(6)))
+        return cls(*(torch.zeros(experts, experts, dtype=torch.float64) for _ in range(6)))
 
-    def add(self, other: Sums) -> None:
+    def add(self, other: Self) -> None:
         """Add what was summed over other entries."""
         for name in vars(self):
             getattr(self, name).add_(getattr(other, name))

@@ -43,8 +43,7 @@ from mergekit_lab.merging import (
 )
 from mergekit_lab.merging.blocks import CPU_BLOCK, DEVICE_BLOCK
 from mergekit_lab.merging.inputs import check_same_names, explain_missing_side, make_filter, select_tensors
-from mergekit_lab.merging.job_workers import FEEDERS
-from mergekit_lab.merging.jobs import STACK_BYTES
+from mergekit_lab.merging.jobs import FEEDERS, STACK_BYTES
 from mergekit_lab.merging.selection import WIDE
 from mergekit_lab.merging.spectral import SpectralMethod, explain_shapes
 from mergekit_lab.merging.subspace import SubspaceMethod

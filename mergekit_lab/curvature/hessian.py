@@ -9,8 +9,6 @@
 Legend: P entries of all parameters that require gradients, k iterations, m products.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 

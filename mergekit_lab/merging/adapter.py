@@ -8,8 +8,6 @@ a product has many factors, and their mean is no product's.
 Legend: `ΔW` a weight's merged change `[out, in]`, `r` its rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

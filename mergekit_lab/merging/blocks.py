@@ -3,8 +3,6 @@
 Legend: `T` experts, `*S` a tensor's shape, `n` a block's length.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections import UserDict
@@ -12,14 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Method, Segment, Site
-from mergekit_lab.merging.flat import fill, send_whole
 from mergekit_lab.merging.inputs import Inputs
+from mergekit_lab.merging.transfers import fill, send_whole
 from mergekit_lab.prefetch import prefetch
 
 CPU_BLOCK = 1 << 18
@@ -92,10 +90,10 @@ class Reader:
         """Entries of a flat block at most."""
         return size_block(self.device) >> self.fed
 
-    def map(self, change: Callable[[str, Tensor, Site], Tensor]) -> Reader:
+    def map(self, change: Callable[[str, Tensor, Site], Tensor]) -> Self:
         return replace(self, changes=(*self.changes, change))
 
-    def select(self, keep: Callable[[str, Sequence[int]], bool]) -> Reader:
+    def select(self, keep: Callable[[str, Sequence[int]], bool]) -> Self:
         def is_kept(name: str) -> bool:
             stack = self.inputs.stacks.get(name)
             if stack is None:
@@ -104,7 +102,7 @@ class Reader:
 
         return replace(self, subset=tuple(filter(is_kept, self.names)))
 
-    def divide(self) -> list[Reader]:
+    def divide(self) -> list[Self]:
         if len(self.sharing) < 2:
             return [self]
         specs = self.inputs.base.specs

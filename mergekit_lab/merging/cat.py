@@ -11,20 +11,17 @@ The authors' code was not to be had, so the tests compare with these formulas, w
 and entries without a conflict (a number that is not positive) are left alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from annotated_types import Ge
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import ScaledMethod, Site
 from mergekit_lab.merging.regmean import name_gram
-from mergekit_lab.ranges import Count
+from mergekit_lab.ranges import Count, Magnitude
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +43,7 @@ class CAT(ScaledMethod):
     """
 
     rank: Count = 3
-    penalty: Annotated[float, Ge(0)] = 1.0
+    penalty: Magnitude = 1.0
 
     side_inputs: ClassVar[tuple[str, ...]] = ("gram",)
     by_matrix = True

@@ -7,8 +7,6 @@ Legend, here and in every method: `T` experts, `*S` a tensor's shape, `θ0` the 
 `δ_t = θ_t − θ0` its task vector, `λ_t` its weight, `α` the global coefficient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
@@ -107,15 +105,15 @@ class Stream(Protocol):
     def read_side_blocks(self, kind: str) -> Iterator[Tensor]:
         """The side inputs of one kind, `[T, n]` a block."""
 
-    def map(self, change: Callable[[str, Tensor, Site], Tensor]) -> Stream:
+    def map(self, change: Callable[[str, Tensor, Site], Tensor]) -> Self:
         """The same stream with every block of task vectors changed."""
 
-    def select(self, keep: Callable[[str, Sequence[int]], bool]) -> Stream:
+    def select(self, keep: Callable[[str, Sequence[int]], bool]) -> Self:
         """This stream, restricted to tensors whose name and shape `keep` accepts; of a stack of a mixture's
         experts those of its first matrix.
         """
 
-    def divide(self) -> Sequence[Stream]:
+    def divide(self) -> Sequence[Self]:
         """This stream cut into some for `run_at_once`, by tensors: one for each device that takes part, a few
         on a CPU. For surveys whose result does not depend on the order of blocks, as counts do not and sums of
         rounded numbers do."""

@@ -11,20 +11,17 @@ of that projection the expert's atoms.
 Only one Gram matrix is needed, that of `v̄ = Σ λ_t v_t`, because `H_t d_t = Sᵀ((v_t + ε) ∘ lift(d_t))`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from annotated_types import Gt
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Site, Stream
 from mergekit_lab.merging.fisher import sum_fishers
 from mergekit_lab.merging.spectral import AtomMethod, Atoms, note_rank, whiten_atoms
-from mergekit_lab.ranges import Count, require
+from mergekit_lab.ranges import Count, Positive, require
 
 _BLOCK_ENTRIES = 1 << 25
 """Entries of `V ∘ v_i` that one block of a Gram matrix holds on a GPU: 256 MiB in float64."""
@@ -49,7 +46,7 @@ class EpiMer(AtomMethod):
     """
 
     rank: Count | None = 32
-    floor: Annotated[float, Gt(0)] = 1e-8
+    floor: Positive = 1e-8
     aggregator: Literal["sum", "mean"] = "sum"
     coordinates: Literal["tagged", "full", "own"] = "tagged"
     normalize: Literal["none", "trace", "norm"] = "none"

@@ -6,8 +6,6 @@ divided by. Of EMR-Merging the unified vector, every expert's mask in bits, and 
 `checkpoints.low_rank` reads them back and expands them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +31,7 @@ from mergekit_lab.merging.devices import Devices
 from mergekit_lab.merging.dropping import pack_mask
 from mergekit_lab.merging.emr import EMR
 from mergekit_lab.merging.inputs import Source, Sources, open_inputs
-from mergekit_lab.merging.job_workers import run_jobs
+from mergekit_lab.merging.jobs import run_jobs
 from mergekit_lab.merging.spectral import AtomMethod, cap_rank
 from mergekit_lab.merging.stacks import find_stacks
 from mergekit_lab.merging.stream import open_readers, read_stack, survey_model

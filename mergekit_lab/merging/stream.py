@@ -6,8 +6,6 @@ jobs in turn, a core or a device each, so that reading, arithmetic and the consu
 memory is bounded by the jobs in flight, never by the model. What comes out does not depend on any of this.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,12 +23,11 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.merging.blocks import Notes, Reader
 from mergekit_lab.merging.contract import Method, Segment, Site
 from mergekit_lab.merging.devices import Devices, parse_devices, resolve_device
-from mergekit_lab.merging.flat import allocate_result
 from mergekit_lab.merging.inputs import VARIANCE, Inputs, Source, Sources, open_inputs
-from mergekit_lab.merging.job_workers import Results, count_workers, run_jobs
-from mergekit_lab.merging.jobs import STACK_BYTES, count_members
+from mergekit_lab.merging.jobs import STACK_BYTES, Results, count_members, count_workers, run_jobs
 from mergekit_lab.merging.spectral import SpectralMethod
 from mergekit_lab.merging.subspace import Frame, SubspaceMethod
+from mergekit_lab.merging.transfers import allocate_result
 
 
 def _run_job(reader: Reader, names: list[str], survey: Any, dtype: torch.dtype | None) -> Results:
@@ -235,6 +232,9 @@ def merge_tensors(
     return _generate(inputs, inputs.merged, run_jobs(readers, run), dtype)
 
 
+Lift = Callable[[Frame, list[str], Callable[[list[str], torch.dtype | None], Results]], Results]
+
+
 def merge_coordinates(
     inputs: Inputs, method: SubspaceMethod, device: Devices, notes: Notes | None, lift: Lift | None = None
 ) -> tuple[Frame, Iterator[Results]]:
@@ -250,9 +250,6 @@ def merge_coordinates(
         return merge(names, None) if lift is None else lift(frame, names, merge)
 
     return frame, run_jobs(readers, run)
-
-
-Lift = Callable[[Frame, list[str], Callable[[list[str], torch.dtype | None], Results]], Results]
 
 
 def _lift_into(inputs: Inputs, dtype: torch.dtype | None) -> Lift:

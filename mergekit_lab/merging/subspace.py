@@ -8,8 +8,6 @@ rank.
 Legend: `T` experts, `m×n` a matrix `[out, in]`, `k`, `l` directions of its basis.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace

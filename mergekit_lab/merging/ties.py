@@ -8,8 +8,6 @@ apanariello4/core-space-merging (the paper's, tensor by tensor), arcee-ai/mergek
 Trimming is exact in a few passes over blocks, whole model or tensor.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

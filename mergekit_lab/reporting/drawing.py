@@ -55,11 +55,6 @@ class Figure:
         kind, file = ("svg+xml", svg) if svg.is_file() else ("png", self.path)
         return f"data:image/{kind};base64,{b64encode(file.read_bytes()).decode('ascii')}"
 
-    @property
-    def chart(self) -> Chart | None:
-        """The figure as Vega-Lite, if it was written next to the picture."""
-        return load_chart(self.path)
-
 
 def save_figure(path: Path, title: str, panels: Sequence[Chart], columns: int = 3) -> Path:
     """Write a figure as `path`, a PNG, and as SVG, PDF and Vega-Lite beside it.

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.paths import is_stream
@@ -71,10 +71,7 @@ class Start:
     tags: Sequence[str] = ()
 
 
-Log = TypeVar("Log", bound=Callable[..., None])
-
-
-def guard(log: Log) -> Log:
+def guard(log: Callable[..., None]) -> Callable[..., None]:
     """Make a tracker's method do nothing where no run is open, and warn where it fails."""
 
     @wraps(log)
@@ -83,7 +80,7 @@ def guard(log: Log) -> Log:
             with self._warn_of_failures(log.__name__):
                 log(self, *args, **kwargs)
 
-    return cast(Log, log_if_open)
+    return log_if_open
 
 
 class Tracker:

@@ -26,7 +26,7 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.memory import read_free_memory, read_total_memory
 from mergekit_lab.merging import resolve_device
 from mergekit_lab.merging.devices import parse_devices
-from mergekit_lab.merging.flat import send_whole
+from mergekit_lab.merging.transfers import send_whole
 from mergekit_lab.paths import find_default_store
 from mergekit_lab.reporting import Timing, Tracker
 from mergekit_lab.runs.checks import check_tasks, check_units

@@ -114,13 +114,6 @@ def _choose_by_family(codes: list[list[int]], styles: tuple[str, ...] | None = N
     return {part: tuple(_combine(faces[part], row) for row in codes) for part in PARTS}
 
 
-def _choose_by_character(faces: Sequence[Sequence[Face]], codes: Sequence[int]) -> Pairs:
-    """Of every five characters three are for training, one for validation, one for the test."""
-    positions: dict[Part, tuple[int, ...]] = {"train": (0, 2, 4), "validation": (3,), "test": (1,)}
-    parts = {part: [code for i, code in enumerate(codes) if i % 5 in positions[part]] for part in PARTS}
-    return {part: tuple(_combine(of_class, parts[part]) for of_class in faces) for part in PARTS}
-
-
 def _make_templates(of_class: str) -> tuple[str, ...]:
     return of_class, f"a picture of the {of_class}"
 
@@ -254,7 +247,13 @@ class Style(GlyphTask):
             if not others & {digest(face, code) for face in drawn if code in list_characters(face)}
         ]
         own = [select_faces([name.split()[-1]], [name.rpartition(" ")[0]]) for name in cls.classes]
-        return _choose_by_character(own, codes)
+        positions: dict[Part, tuple[int, ...]] = {
+            "train": (0, 2, 4),
+            "validation": (3,),
+            "test": (1,),
+        }  # of five
+        parts = {part: [code for i, code in enumerate(codes) if i % 5 in positions[part]] for part in PARTS}
+        return {part: tuple(_combine(of_class, parts[part]) for of_class in own) for part in PARTS}
 
 
 def _name(code: int) -> str:

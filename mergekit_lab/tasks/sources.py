@@ -212,17 +212,16 @@ class FolderRows(Rows):
         classes = sorted(name for name in inside if not name.startswith("."))
         images = [(n, file) for n, name in enumerate(classes) for file in _list_image_files(folder / name)]
         self._folder = folder
-        self._images = [file for _, file in images]
-        refuse_no_files(self._images)
+        self.files = [file for _, file in images]
+        refuse_no_files(self.files)
         self.labels = np.array([number for number, _ in images], dtype=np.int64)
         self.label_names = tuple(classes)
-        self.files = self._images
 
     def load(self, chunk: int) -> list[bytes]:
-        return [self._images[row].read_bytes() for row in self.chunks[chunk]]
+        return [self.files[row].read_bytes() for row in self.chunks[chunk]]
 
     def name(self, row: int) -> str:
-        return str(self._images[row].relative_to(self._folder.parent))
+        return str(self.files[row].relative_to(self._folder.parent))
 
 
 def _list_image_files(folder: Path) -> list[Path]:
@@ -301,9 +300,7 @@ class Fer2013Rows(Rows):
     """
 
     def __init__(self, file: Path, part: str) -> None:
-        wanted = FER2013_USAGE.get(part, set())
         self.files = [file]
-        self._file = file
         table: Any = None
         try:
             with file.open(encoding="utf-8-sig", newline="") as opened:
@@ -319,20 +316,17 @@ class Fer2013Rows(Rows):
         for line, row in every:
             if row["Usage"] not in known:
                 raise InputError(f"{file}, line {line}: the usage is {row['Usage']!r}, not {join_names(known)}")
-        rows = [(line, row) for line, row in every if row["Usage"] in wanted]
-        numbers = [
-            _read_number(row["emotion"] or "", f"{file}, line {line}: the emotion") for line, row in rows
-        ]
-        self._lines = [line for line, _ in rows]
-        self._pixels = [row["pixels"] or "" for _, row in rows]
+        rows = [(line, row) for line, row in every if row["Usage"] in FER2013_USAGE.get(part, ())]
+        self._pixels = [(line, row["pixels"] or "") for line, row in rows]
+        numbers = [_read_number(r["emotion"] or "", f"{file}, line {line}: the emotion") for line, r in rows]
         self.labels = np.array(numbers, dtype=np.int64)
         self.label_names = _FER2013_LABELS
 
     def load(self, chunk: int) -> list[bytes]:
-        return [_encode_gray(self._pixels[row]) for row in self.chunks[chunk]]
+        return [_encode_gray(self._pixels[row][1]) for row in self.chunks[chunk]]
 
     def name(self, row: int) -> str:
-        return f"{self._file.name}, line {self._lines[row]}"
+        return f"{self.files[0].name}, line {self._pixels[row][0]}"
 
 
 def _encode_gray(pixels: str) -> bytes:

@@ -250,12 +250,11 @@ def read_rows(source: str, part: str, task: str) -> list[Mapping[str, Any]]:
         rows: list[Any] = list(_read_table(table))
     except (ValueError, KeyError, OSError, RecursionError, csv.Error) as error:
         raise InputError(f"task {task!r}: {table} cannot be read as a table: {error}") from None
-    odd = next((position for position, row in enumerate(rows) if not isinstance(row, Mapping)), None)
-    if odd is not None:
-        raise InputError(
-            f"task {task!r}: {table} is not a list of rows with columns: "
-            f"row {odd + 1} is {str(rows[odd])[:40]!r}"
-        )
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            raise InputError(
+                f"task {task!r}: {table} is not a list of rows with columns: row {number} is {str(row)[:40]!r}"
+            )
     return rows
 
 

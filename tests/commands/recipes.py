@@ -1,5 +1,13 @@
 """mergekit recipes over the models `base`, `a`, `b` and `c`, by what they show."""
 
+from pathlib import Path
+
+import torch
+
+from mergekit_lab.commands.prepare import prepare
+from mergekit_lab.commands.recipes import read_recipe
+from mergekit_lab.merging import merge_tensors
+
 MODELS = "models: [{model: a, parameters: %s}, {model: b, parameters: %s}]\nbase_model: base\ndtype: float32\n"
 W = ("{weight: 0.5}", "{weight: 0.8}")
 D = ("{weight: 0.5, density: 0.3}", "{weight: 0.8, density: 0.3}")
@@ -184,3 +192,15 @@ tokenizer_source: union
 """,
 }
 """The blocks of mergekit's page on tokenizers, and one without exceptions."""
+
+START = "merge_method: ties\nbase_model: base\n"
+
+TWO = "models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {weight: 1}}]\n"
+"""A recipe's beginning, and two models."""
+
+
+def merge_here(text: str, seed: int = 0) -> dict[str, torch.Tensor]:
+    Path("recipe.yml").write_text(text)
+    recipe = read_recipe(Path("recipe.yml"), seed)
+    prepared = prepare(recipe.base, recipe.experts, recipe.make_method, dtype=recipe.dtype, device="cpu")
+    return dict(merge_tensors(prepared.base, prepared.experts, prepared.method, dtype=prepared.dtype))

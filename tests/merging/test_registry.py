@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from merging.methods import METHODS
 from merging.test_golden import CASES
-from merging.test_laws import METHODS
 from omegaconf import OmegaConf
 
 from mergekit_lab import merging

@@ -1,7 +1,5 @@
 """Memory for a merge's results, and how its inputs reach a device."""
 
-from __future__ import annotations
-
 import math
 import mmap
 from collections.abc import Sequence
