@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.optim.noise import DISTRIBUTIONS
 from mergekit_lab.ranges import require_choice
 
 _LOW_BITS = 10
@@ -62,7 +61,7 @@ def fit_offset(deltas: Iterable[Any] | Mapping[str, Any], distribution: str = "l
         InputError: `deltas` is an iterator, which can be read only once; there are no entries; an entry is not
             finite; `distribution` is unknown.
     """
-    require_choice("distribution", distribution, DISTRIBUTIONS)
+    require_choice("distribution", distribution, ("laplace", "gaussian"))
     counts = torch.zeros(_BINS, dtype=torch.int64)
     for values in _flatten(deltas, ""):
         counts += torch.bincount(_encode_order(values) >> _LOW_BITS, minlength=_BINS).cpu()

@@ -14,7 +14,6 @@ from mergekit_lab.optim.precision import widen_dtype
 from mergekit_lab.optim.sharded import find_first_entry, spread_like, take_part, take_parts
 from mergekit_lab.triton_kernels import load_kernels
 
-DISTRIBUTIONS = ("laplace", "gaussian")
 ENTRIES_PER_DRAW = 2**24
 
 

@@ -87,18 +87,15 @@ def compute_global_norm(tensors: Sequence[Tensor]) -> Any:
         if is_sharded(t):
             of: Any = t
             kinds.setdefault((of.device_mesh, of.placements), []).append(position)
+    if kinds:
+        from torch.distributed.tensor import DTensor, Partial
     for (mesh, placements), positions in kinds.items():
         squares = torch.stack([norms[position] for position in positions]).square()
-        for position, square in zip(positions, _add_up(squares, mesh, placements), strict=True):
+        # added up over the dimensions that shard, not over those that only copy
+        adding = [Partial() if placement.is_shard() else placement for placement in placements]
+        whole = DTensor.from_local(squares, mesh, adding, run_check=False).full_tensor()
+        for position, square in zip(positions, whole, strict=True):
             norms[position] = square.sqrt()
     norm = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
     stays = not kinds and all(t.device == norm.device for t in tensors)
     return norm if stays else norm.item()
-
-
-def _add_up(parts: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
-    """`parts` added up over the dimensions of `mesh` that shard, not over those that only copy."""
-    from torch.distributed.tensor import DTensor, Partial
-
-    adding = [Partial() if placement.is_shard() else placement for placement in placements]
-    return DTensor.from_local(parts, mesh, adding, run_check=False).full_tensor()
