@@ -48,15 +48,13 @@ def _run() -> None:
     from mergekit_lab.schema.hydra_parts import guard_hydra
 
     guard_hydra()
-    if _FULL_ERROR:
-        check_config_files(sys.argv[1:])
-        main()
-        return
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise what Hydra would print
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise what Hydra would print
     try:
         check_config_files(sys.argv[1:])
         main()
     except (CompactHydraException, InputError) as error:
+        if _FULL_ERROR:
+            raise
         print(explain(error, sys.argv[1:]), file=sys.stderr)
         sys.exit(1)
 

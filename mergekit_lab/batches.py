@@ -3,8 +3,6 @@
 Dimension 0 of a tensor is the sample.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -42,7 +40,7 @@ def count_samples(batch: Batch) -> int:
 
 def take_samples(batch: Batch, start: int, stop: int) -> Batch:
     """Samples `start … stop−1` of a batch."""
-    return _map_tensors(lambda tensor: tensor[start:stop], batch)
+    return map_tensors(lambda tensor: tensor[start:stop], batch)
 
 
 def cut_batch(batch: Batch, size: int) -> Iterator[Batch]:
@@ -53,12 +51,12 @@ def cut_batch(batch: Batch, size: int) -> Iterator[Batch]:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch on a device."""
-    return _map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def pin_memory(batch: Batch) -> Batch:
     """The batch in memory that a GPU reads by itself."""
-    return _map_tensors(Tensor.pin_memory, batch)
+    return map_tensors(Tensor.pin_memory, batch)
 
 
 def list_tensors(batch: Batch) -> list[Tensor]:
@@ -67,7 +65,9 @@ def list_tensors(batch: Batch) -> list[Tensor]:
     return [value for value in tree_leaves(plain) if isinstance(value, Tensor)]
 
 
-def _map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """Also of mappings that torch's pytrees do not know, such as the outputs of tokenizers."""
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
+    """The batch that `function` makes of its tensors; also of mappings that are unknown to torch, such as
+    the outputs of tokenizers.
+    """
     plain = dict(batch) if isinstance(batch, Mapping) else batch
     return tree_map(lambda value: function(value) if isinstance(value, Tensor) else value, plain)

@@ -1,7 +1,5 @@
 """Models compiled by `torch.compile`: for training, once for all experts of one shape, and for evaluation."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Work on a CUDA device that is recorded once and replayed, at the price of one launch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 Version = tuple[int, ...]
@@ -37,3 +39,19 @@ def hash_bytes(path: Path) -> str:
             return digest
         _known[version] = digest
     return _known[version]
+
+
+def hash_file(path: Path) -> str:
+    """The hexadecimal SHA-256 of a file's bytes. One of the hub's cache is not read: its name is its hash."""
+    return name if is_hash(name := path.resolve().name) else hash_bytes(path)
+
+
+def is_hash(name: str) -> bool:
+    """Whether a file's name is a SHA-256, as in the hub's cache."""
+    return re.fullmatch(r"[0-9a-f]{64}", name) is not None
+
+
+def hash_folder(root: Path, files: Iterable[Path]) -> str:
+    """The SHA-256 of files below a folder, by their names there and their bytes, in this order."""
+    lines = [f"{file.relative_to(root)} {hash_file(file)}" for file in files]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -10,6 +10,7 @@ string a path, `1` a float, and nothing else is converted. Its errors are put in
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -32,9 +33,12 @@ FASTEST = 1e30
 _LONGEST = 2**63
 """Whole numbers from here on are none to torch."""
 
+Natural = Annotated[int, Ge(0)]
 Count = Annotated[int, Ge(1)]
 Share = Annotated[float, Gt(0), Le(1)]
 Proportion = Annotated[float, Ge(0), Le(1)]
+Magnitude = Annotated[float, Ge(0)]
+Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0), Le(FASTEST)]
 Rate = Annotated[float, Gt(0), Le(FASTEST)]
 Number = Annotated[float, Ge(-FASTEST), Le(FASTEST)]
@@ -183,17 +187,9 @@ def _list_words(option: Any) -> list[str]:
 
 
 def _name(hint: Any) -> str:
-    """A type as a user reads it."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return _name(arguments[0])
-    if origin in (Union, UnionType, Literal):
-        return " | ".join(map(repr if origin is Literal else _name, arguments))
-    if hint is ...:
-        return "…"
-    if origin is None:
-        return str(getattr(hint, "__name__", hint)).replace("NoneType", "null")
-    return f"{_name(origin)}[{', '.join(map(_name, arguments))}]"
+    """A type as a user reads it, `list[str]`."""
+    plain = get_type_hints(SimpleNamespace(__annotations__={"it": hint}))["it"]
+    return re.sub(r"\w+\.(?=\w)", "", str(plain)) if get_args(plain) else getattr(plain, "__name__", str(plain))
 
 
 def _list_bounds(hint: Any) -> tuple[Any, ...]:

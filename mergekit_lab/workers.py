@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -75,22 +75,17 @@ class Pool:
         self._workers: list[_Worker | None] = [None] * len(devices)
         atexit.register(self.close)  # before Python waits for processes that wait for it
 
-    def map(
-        self,
-        function: Callable[..., Any],
-        jobs: Sequence[tuple[Any, ...]],
-        done: Callable[[int, Outcome], None] = lambda number, outcome: None,
-    ) -> list[Outcome]:
-        """The outcomes of `function(*job)`, in the order of the jobs.
+    def run(
+        self, function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]]
+    ) -> Iterator[tuple[int, Outcome]]:
+        """The number of every job and the outcome of `function(*job)`, as soon as it is over.
 
         Args:
             function: importable by its name, as workers are fresh processes.
             jobs: arguments, which must pickle; started in this order, and asked for when it is their turn.
-            done: called here with a job's number as soon as it is over.
         """
-        outcomes: list[Outcome | None] = [None] * len(jobs)
-        waiting, tries = deque(range(len(jobs))), [0] * len(jobs)
-        while any(outcome is None for outcome in outcomes):
+        waiting, tries, left = deque(range(len(jobs))), [0] * len(jobs), len(jobs)
+        while left:
             for position in range(len(self.devices)):
                 worker = self._take_worker(position) if waiting else None
                 if worker is not None and worker.job is None:
@@ -105,9 +100,8 @@ class Pool:
                         waiting.appendleft(number)
                         continue
                     outcome = Outcome(None, f"its worker died twice ({outcome})", False, 0.0, worker.device)
-                outcomes[number] = outcome
-                done(number, outcome)
-        return [outcome for outcome in outcomes if outcome is not None]
+                left -= 1
+                yield number, outcome
 
     def _take_worker(self, position: int) -> _Worker:
         worker = self._workers[position]

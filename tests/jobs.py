@@ -40,4 +40,4 @@ def start_worker(folder: str) -> None:
     """A parent with one busy worker."""
     from mergekit_lab.workers import Pool
 
-    Pool(["cpu"]).map(work_long, [(folder,)])
+    next(Pool(["cpu"]).run(work_long, [(folder,)]))

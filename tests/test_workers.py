@@ -19,15 +19,14 @@ from mergekit_lab.workers import Pool, run_together, stop
 def test_jobs_that_fail_or_die_are_reported_and_the_others_go_on(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    pool, done = Pool(["cuda:1", "cuda:0"]), []
+    pool = Pool(["cuda:1", "cuda:0"])
     kinds = ["fine", "wrong", "dies once", "broken", "dies", "fine too"]
     try:
-        results = pool.map(work, [(job_kind, str(tmp_path)) for job_kind in kinds], lambda n, o: done.append(n))
-        again = pool.map(work, [("fine", str(tmp_path))])
+        results = dict(pool.run(work, [(job_kind, str(tmp_path)) for job_kind in kinds]))
+        again = dict(pool.run(work, [("fine", str(tmp_path))]))
     finally:
         pool.close()
-    fine, wrong, once, broken, dies, too = results
-    assert sorted(done) == list(range(6))
+    fine, wrong, once, broken, dies, too = (results[number] for number in range(6))
     for outcome, job_kind in ((fine, "fine"), (once, "dies once"), (too, "fine too"), (again[0], "fine")):
         assert outcome.error is None
         name, card, threads = outcome.value.rsplit(" ", 2)

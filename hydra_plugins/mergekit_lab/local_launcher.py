@@ -61,7 +61,7 @@ class LocalLauncher(Launcher):
             import_ahead([*MODULES, *(["open_clip"] if backbone.endswith("OpenClip") else [])])
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from mergekit_lab.workers import Outcome, Pool
+        from mergekit_lab.workers import Pool
 
         setup_globals()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
@@ -74,16 +74,13 @@ class LocalLauncher(Launcher):
             (Singleton.get_state(), self.hydra_context, self.task_function, self.config)
         )  # scripts and notebooks have functions that no worker could import
         returns: dict[int, JobReturn] = {}
-
-        def done(number: int, outcome: Outcome) -> None:
-            job = returns[number] = _to_return(job_overrides[number], outcome)
-            ended = f"done in {outcome.seconds:.1f} s"
-            if job.status is not JobStatus.COMPLETED:
-                ended = f"failed: {outcome.error or 'see above'}"
-            log.info(f"#{initial_job_idx + number} on {outcome.device} {ended}")
-
         try:
-            self._pool.map(run_one, _Jobs(shared, job_overrides, initial_job_idx), done)
+            for number, outcome in self._pool.run(run_one, _Jobs(shared, job_overrides, initial_job_idx)):
+                job = returns[number] = _to_return(job_overrides[number], outcome)
+                ended = f"done in {outcome.seconds:.1f} s"
+                if job.status is not JobStatus.COMPLETED:
+                    ended = f"failed: {outcome.error or 'see above'}"
+                log.info(f"#{initial_job_idx + number} on {outcome.device} {ended}")
         finally:
             if not self._stays:  # no sweeper but ours says when the last job is done
                 self.close()

@@ -3,8 +3,6 @@
 A suggestion without a study behind it says so. New studies change the texts here and nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median_low
@@ -111,8 +109,6 @@ def _advise_on_rank(measured: Interference) -> Advice:
 
 
 def _advise_scales(measured: Interference) -> list[Advice]:
-    if not measured.has_fishers:
-        return []
     low, high = float(measured.fisher_traces.min()), float(measured.fisher_traces.max())
     if high <= _SCALES * low:
         return []

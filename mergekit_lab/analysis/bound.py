@@ -7,10 +7,8 @@ experts' conflict at the curvature-weighted mean `δ̃`, which no other merge in
 `R = Σ λ_t δ_t⊥ᵀ H_t δ_t⊥` is the residual: curvature along what the directions leave of a task vector.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -36,7 +34,7 @@ class Bound:
     residual: float = 0.0
     whole: float = 0.0
 
-    def add(self, other: Bound) -> None:
+    def add(self, other: Self) -> None:
         """Add the terms of another matrix to these."""
         for name in vars(self):
             setattr(self, name, getattr(self, name) + getattr(other, name))

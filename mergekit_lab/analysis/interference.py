@@ -6,11 +6,9 @@ whatever the size of the model.
 Legend: T experts, δ_t task vectors, v_t an expert's diagonal Fisher.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -48,12 +46,12 @@ class Sums:
     lost: Tensor
     harm: Tensor
 
-    @staticmethod
-    def make_zero(experts: int) -> Sums:
+    @classmethod
+    def make_zero(cls, experts: int) -> Self:
         """Sums over no entries."""
-        return Sums(*(torch.zeros(experts, experts, dtype=torch.float64) for _ in range(6)))
+        return cls(*(torch.zeros(experts, experts, dtype=torch.float64) for _ in range(6)))
 
-    def add(self, other: Sums) -> None:
+    def add(self, other: Self) -> None:
         """Add what was summed over other entries."""
         for name in vars(self):
             getattr(self, name).add_(getattr(other, name))
@@ -215,15 +213,12 @@ def measure_layers(
         if fishers is not None:
             weights = [_read_fisher(fishers[expert], name, base.shape) for expert in inputs.experts]
         for start in range(0, base.numel(), _BLOCK):
-
-            def read(tensor: Tensor, part: slice = slice(start, start + _BLOCK)) -> Tensor:
-                return tensor.reshape(-1)[part].to(device).float()
-
-            origin = read(base)
-            deltas = torch.stack([read(tensor) for tensor in tensors]) - origin
+            part = slice(start, start + _BLOCK)
+            origin, *rows = (x.reshape(-1)[part].to(device).float() for x in (base, *tensors, *weights))
+            deltas = torch.stack(rows[: len(tensors)]) - origin
             if not bool(torch.isfinite(deltas).all()):
                 inputs.refuse_non_finite([name])
-            block = torch.stack([read(weight) for weight in weights]) if weights else None
+            block = torch.stack(rows[len(tensors) :]) if weights else None
             if block is not None:
                 if not bool((block.isfinite() & (block >= 0)).all()):
                     _refuse_fisher(weights, inputs, fishers or {}, name)
@@ -261,14 +256,9 @@ def _refuse_fisher(weights: list[Tensor], inputs: Inputs, fishers: Mapping[str, 
 
 def _measure_spectra(base: Tensor, tensors: list[Tensor], norms: Tensor, rank: int, seed: int) -> Spectra:
     k = max(1, min(rank, min(base.shape) // len(tensors)))
-    lefts, rights, values = [], [], []
-    for tensor in tensors:
-        u, s, v = _find_leading(tensor.to(base.device).float() - base, k, seed)
-        lefts.append(u)
-        rights.append(v)
-        values.append(s.double().cpu())
-    left, right, sigma = torch.stack(lefts), torch.stack(rights), torch.stack(values)
-    squares = norms.square()
+    triplets = [_find_leading(tensor.to(base.device).float() - base, k, seed) for tensor in tensors]
+    left, sigma, right = map(torch.stack, zip(*triplets, strict=True))
+    sigma, squares = sigma.double().cpu(), norms.square()
     alike = [torch.einsum("imk,jml->ijkl", x, x).square().sum(dim=(2, 3)) / k for x in (left, right)]
     return Spectra(
         rank=k,

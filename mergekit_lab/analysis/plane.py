@@ -6,8 +6,6 @@ over a grid. One forward pass per point and task gives losses, accuracies and pr
 Legend: A values of α, N samples.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -25,11 +25,8 @@ def list_attention_weights(model: nn.Module) -> list[str]:
 
 def _is_projection(name: str) -> bool:
     *path, leaf = name.split(".")
-    if leaf in _PACKED:
-        return True
-    return (
-        leaf == "weight" and path[-1:] != [] and path[-1] in _PROJECTIONS and any(map(_ATTENTION.search, path))
-    )
+    is_known = leaf == "weight" and not _PROJECTIONS.isdisjoint(path[-1:])
+    return leaf in _PACKED or (is_known and any(map(_ATTENTION.search, path)))
 
 
 def keep_differentiable(model: nn.Module) -> None:

@@ -6,7 +6,7 @@ Legend: N images, C classes, D embedding width.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -137,7 +137,8 @@ class ImageObjective(Objective):
         self.crops = crops
         self.precision = precision
         self._resident: Tensor | None = None
-        self._reader: _ChunkReader | None = None
+        self._expected: deque[Tensor] = deque()
+        self._coming: Iterator[tuple[Tensor, torch.cuda.Event]] = iter(())
 
     def make_batch(self, part: Part, index: Tensor) -> tuple[Tensor, Tensor]:
         return self.task.load_samples(part).take(index)
@@ -166,17 +167,23 @@ class ImageObjective(Objective):
         return Classifier(model, self.head)
 
     def expect(self, part: Part, chunks: Sequence[Tensor]) -> None:
-        self._reader = None
+        self._expected, self._coming = deque(), iter(())
         if self.head.is_cuda and not self._is_resident(part):
-            self._reader = _ChunkReader(self.task.load_samples(part).images, chunks, self.head.device)
+            load = partial(_load, self.task.load_samples(part).images, torch.cuda.Stream(self.head.device))
+            self._expected, self._coming = deque(chunks), prefetch(load, chunks, ahead=_AHEAD)
 
     def _read_images(self, part: Part, index: Tensor) -> Tensor:
         """Images uint8 `[N, 3, H, W]` on the head's device."""
         if self._is_resident(part):
             assert self._resident is not None
             return self._resident[index.to(self._resident.device)]
-        if self._reader is not None and (images := self._reader.read_next(index)) is not None:
-            return images
+        if self._expected and torch.equal(self._expected[0], index):
+            self._expected.popleft()
+            moved, event = next(self._coming)
+            current = torch.cuda.current_stream(self.head.device)
+            current.wait_event(event)
+            moved.record_stream(current)
+            return moved
         return self.task.load_samples(part).images[index].to(self.head.device)
 
     def _is_resident(self, part: Part) -> bool:
@@ -214,33 +221,11 @@ class ImageObjective(Objective):
         return hits
 
 
-class _ChunkReader:
-    """Brings chunks of images to a GPU while it computes on earlier ones.
-
-    A thread copies each into memory that the GPU reads by itself, and starts the transfer on a stream of its
-    own.
-    """
-
-    def __init__(self, images: Any, chunks: Sequence[Tensor], device: torch.device) -> None:
-        self.device = device
-        self._left = deque(chunks)
-        load = partial(_load, images, torch.cuda.Stream(device))
-        self._loaded = prefetch(load, chunks, ahead=_AHEAD)
-
-    def read_next(self, index: Tensor) -> Tensor | None:
-        """The images of the chunk that comes next; None if it is not this one."""
-        if not self._left or not torch.equal(self._left[0], index):
-            return None
-        self._left.popleft()
-        moved, event = next(self._loaded)
-        current = torch.cuda.current_stream(self.device)
-        current.wait_event(event)
-        moved.record_stream(current)
-        return moved
-
-
 def _load(images: Any, stream: torch.cuda.Stream, index: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-    """A chunk on its way to the stream's device, and the event of its arrival."""
+    """A chunk on its way to the stream's device, and the event of its arrival.
+
+    It is copied into memory that the GPU reads by itself while it computes on earlier chunks.
+    """
     first, last = int(index[0]), int(index[-1])
     in_a_row = len(index) == last - first + 1 and bool((index.diff() == 1).all())
     pixels = images[first : last + 1] if in_a_row else images[index]

@@ -8,6 +8,7 @@ then taken, because fine-tuning that model cannot change it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -107,15 +108,6 @@ def from_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def _rename(name: str) -> str:
-    return _translate(name, _THEIRS, _BLOCK, "transformers'")
-
-
-def _restore(name: str) -> str:
-    own, own_block = ({theirs: own for own, theirs in names.items()} for names in (_THEIRS, _BLOCK))
-    return _translate(name, own, own_block, "open_clip's")
-
-
 def _translate(name: str, names: Mapping[str, str], in_block: Mapping[str, str], whose: str) -> str:
     """A name of the one library in the other; messages say whose names those are."""
     stem = max((stem for stem in names if f"{name}.".startswith(f"{stem}.")), key=len, default=None)
@@ -127,6 +119,13 @@ def _translate(name: str, names: Mapping[str, str], in_block: Mapping[str, str],
             if renamed.endswith(f".{own}.{ending}"):
                 return renamed.removesuffix(f"{own}.{ending}") + f"{theirs}.{ending}"
     return renamed
+
+
+_rename = partial(_translate, names=_THEIRS, in_block=_BLOCK, whose="transformers'")
+_restore = partial(
+    _translate, names={v: k for k, v in _THEIRS.items()}, in_block={v: k for k, v in _BLOCK.items()},
+    whose="open_clip's",
+)  # fmt: skip
 
 
 def as_image_tower(state: Mapping[str, Tensor], base: Mapping[str, Tensor], label: str) -> dict[str, Tensor]:

@@ -89,6 +89,7 @@ class Encoded:
         return torch.tensor([len(p) + len(a) for p, a in zip(self.prompts, self.answers, strict=True)])
 
 
+@dataclass
 class Encoding:
     """How texts become the tokens of one model.
 
@@ -102,11 +103,12 @@ class Encoding:
         InputError: `reading` wants a chat template, and there is none that keeps the prompt's text.
     """
 
-    def __init__(self, tokenizer: Any, reading: Reading, causal: bool, positions: int | None) -> None:
-        self.tokenizer = tokenizer
-        self.reading = reading
-        self.causal = causal
-        self.positions = positions
+    tokenizer: Any
+    reading: Reading
+    causal: bool
+    positions: int | None
+
+    def __post_init__(self) -> None:
         self._template = self._look_at_template()
 
     def _look_at_template(self) -> tuple[str, str, bool]:
@@ -139,10 +141,10 @@ class Encoding:
         Raises:
             InputError: two choices have the same tokens, or one has none.
         """
-        assert task.choices is not None
         known: dict[tuple[int, ...], str] = {}
-        choices = self.encode_answers(task.choices)
-        for text, tokens in zip(task.choices, choices, strict=True):
+        texts = task.choices or ()
+        choices = self.encode_answers(texts)
+        for text, tokens in zip(texts, choices, strict=True):
             same = known.setdefault(tuple(tokens.tolist()), text)
             if same != text or len(tokens) == 0:
                 raise InputError(

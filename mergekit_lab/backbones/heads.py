@@ -104,14 +104,9 @@ def make_linear_probe_head(
     """
     train, labels = compute_features(encoder, task, "train", device)
     validation, wanted = compute_features(encoder, task, "validation", device)
-    best: tuple[float, Tensor | None] = (-1.0, None)
-    for penalty in _PENALTIES:
-        weights = _fit_probe(train * temperature, labels, len(task.classes), penalty)
-        accuracy = float((validation @ weights.T).argmax(1).eq(wanted).float().mean())
-        if accuracy > best[0]:
-            best = (accuracy, weights)
-    assert best[1] is not None
-    return (best[1] * temperature).cpu()
+    probes = (_fit_probe(train * temperature, labels, len(task.classes), penalty) for penalty in _PENALTIES)
+    best = max(probes, key=lambda probe: float((validation @ probe.T).argmax(1).eq(wanted).float().mean()))
+    return (best * temperature).cpu()
 
 
 def _fit_probe(x: Tensor, labels: Tensor, classes: int, penalty: float) -> Tensor:

@@ -28,6 +28,8 @@ from mergekit_lab.checkpoints import TRANSFORMERS, plan_model_files, plan_tokeni
 from mergekit_lab.errors import InputError, say_error
 from mergekit_lab.tasks import HarnessTask, Task, TextTask
 
+_LOADERS = {"causal": "AutoModelForCausalLM", "seq2seq": "AutoModelForSeq2SeqLM", "encoder": "AutoModel"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModel(Reading, Backbone):
@@ -170,18 +172,13 @@ def load_model(source: str, kind: str, dtype: str) -> Any:
     """Load a model of transformers on the CPU, in evaluation mode. The last one is cached, because copies are
     made in turn.
     """
-    from transformers import (
-        MODEL_FOR_MASKED_LM_MAPPING,
-        AutoModel,
-        AutoModelForCausalLM,
-        AutoModelForSeq2SeqLM,
-    )
+    import transformers
 
     origin = find_model(source)
-    loaders = {"causal": AutoModelForCausalLM, "seq2seq": AutoModelForSeq2SeqLM, "encoder": AutoModel}
     with _silence():
         try:
-            model = loaders[kind].from_pretrained(str(origin.folder), dtype=dtype, **origin.options)
+            loader = getattr(transformers, _LOADERS[kind])
+            model = loader.from_pretrained(str(origin.folder), dtype=dtype, **origin.options)
         except ImportError as error:
             raise InputError(
                 f"{origin.label} needs another package: {say_error(error)}; "
@@ -189,7 +186,9 @@ def load_model(source: str, kind: str, dtype: str) -> Any:
             ) from None
         except (OSError, ValueError, RuntimeError) as error:
             raise InputError(f"{origin.label} does not load as a {kind} model: {say_error(error)}") from None
-    encodes = type(model.config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(model.config, "is_decoder", 1)
+    encodes = type(model.config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not getattr(
+        model.config, "is_decoder", 1
+    )
     if kind == "causal" and encodes:
         raise InputError(
             f"{origin.label} is an encoder, which sees the text that it would have to continue: set "

@@ -49,13 +49,10 @@ class Objective(nn.Module, ABC):
         max_samples: the most samples per evaluation batch, set after memory ran out with more.
     """
 
+    fixes_shapes: bool = False
     causal: ClassVar[bool] = False
     replays_forward: ClassVar[bool] = False
     reading_threads: ClassVar[int] = 1
-
-    @property
-    def fixes_shapes(self) -> bool:
-        return False
 
     def __init__(self, task: Task) -> None:
         super().__init__()

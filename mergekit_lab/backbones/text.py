@@ -47,6 +47,7 @@ class ScoredText(Objective):
     def __init__(self, task: TextTask, tokenizer: Any) -> None:
         super().__init__(task)
         self.tokenizer = tokenizer
+        self.choices = task.choices or ()
         self._pad = int(tokenizer.pad_token_id)
 
     def score_samples(self, predictions: Sequence[Any], part: Part, index: Tensor) -> Sequence[float] | None:
@@ -83,7 +84,7 @@ class TextObjective(ScoredText):
         self.positions = positions
         self._encoded: dict[Part, Encoded] = {}
         self._encoding = Encoding(tokenizer, reading, self.causal, positions)
-        self._choices = None if task.choices is None else self._encoding.encode_choices(task)
+        self._choices = self._encoding.encode_choices(task) if self.choices else []
 
     def encode(self, part: Part) -> Encoded:
         """The tokens of a part, made once per process."""
@@ -102,9 +103,8 @@ class TextObjective(ScoredText):
         with torch.autocast(device.type, torch.bfloat16, enabled=self.reading.precision == "bfloat16"):
             for few in self._split_by_memory(model, prompts):
                 if self.reading.chooses(self.task):
-                    assert self.task.choices is not None
                     best = self.score_choices(model, few).argmax(dim=1).tolist()
-                    answers += [self.task.choices[i] for i in best]
+                    answers += [self.choices[i] for i in best]
                 else:
                     answers += self._generate(model, few)
         return answers
@@ -116,7 +116,6 @@ class TextObjective(ScoredText):
         """
         longest = max(len(p) for p in prompts)
         if self.reading.chooses(self.task):
-            assert self._choices is not None
             block = sum(map(len, self._choices))
             computed = block + 1
         else:
@@ -186,7 +185,7 @@ class CausalObjective(TextObjective):
         return {name: pad_rows(parts, empty.get(name, 0))[0] for name, parts in rows.items()}
 
     @property
-    def fixes_shapes(self) -> bool:
+    def fixes_shapes(self) -> bool:  # type: ignore[override]
         return not self.reading.packing
 
     def fix_shape(self, batch: Any) -> Batch:
@@ -216,8 +215,7 @@ class CausalObjective(TextObjective):
 
     def compute_loss(self, model: nn.Module, batch: Any, *, label_smoothing: float = 0.0) -> Tensor:
         labels = batch["labels"][:, 1:]
-        fixed = "columns" in batch
-        used = batch["columns"][0] if fixed else (labels != IGNORED).any(dim=0).nonzero().flatten()
+        used = batch["columns"][0] if "columns" in batch else (labels != IGNORED).any(dim=0).nonzero().flatten()
         inputs = {name: t for name, t in batch.items() if name not in ("labels", "segments", "columns")}
         if "segments" in batch:
             if batch["segments"].shape[1] > mask_reach(unwrap_model(model)):
@@ -238,7 +236,6 @@ class CausalObjective(TextObjective):
         This takes one forward pass of L + B tokens per prompt. Models that do not obey our mask need C passes,
         with one choice each.
         """
-        assert self._choices is not None
         device = find_device(model)
         tokens, mask = pad_rows(prompts, self._pad, device, left=True)
         if tokens.shape[1] + sum(map(len, self._choices)) > mask_reach(unwrap_model(model)):
@@ -263,7 +260,6 @@ class CausalObjective(TextObjective):
 
     def _score_each_choice(self, model: nn.Module, tokens: Tensor, mask: Tensor) -> Tensor:
         """The same, a row for each prompt and choice; `tokens` and `mask` of prompts, padded at their start."""
-        assert self._choices is not None
         counts = "position_ids" in inspect.signature(unwrap_model(model).forward).parameters
         scores = []
         for choice in self._choices:
@@ -281,7 +277,6 @@ class CausalObjective(TextObjective):
 
     def _sum_choices(self, logits: Tensor) -> Tensor:
         """`[N, C]` from the logits `[N, 1 + B, V]` after the prompt and each choice's tokens but the last."""
-        assert self._choices is not None
         whole = logits.float().logsumexp(dim=2)
         scores, start = [], 1
         for choice in self._choices:
@@ -320,7 +315,6 @@ class Seq2SeqObjective(TextObjective):
         """
         from transformers.modeling_outputs import BaseModelOutput
 
-        assert self._choices is not None
         device = find_device(model)
         tokens, mask = pad_rows(prompts, self._pad, device)
         whole = isinstance(model, Tangent)

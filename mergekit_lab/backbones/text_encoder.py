@@ -147,18 +147,17 @@ class TextEncoder(Backbone):
 
         Zero-shot: the mean of its name's embeddings in the templates; a prototype: that of its training texts.
         """
-        task = objective.task
-        assert task.choices is not None
+        task, choices = objective.task, objective.choices
         model = self.make_model().to(device)
         if self.head == "zero_shot":
-            texts = [template.replace("{}", choice) for choice in task.choices for template in task.templates]
+            texts = [template.replace("{}", choice) for choice in choices for template in task.templates]
             named = objective.embed_rows(model, objective.read_texts(texts)[0]).float()
-            means = named.unflatten(0, (len(task.choices), len(task.templates))).mean(dim=1)
+            means = named.unflatten(0, (len(choices), len(task.templates))).mean(dim=1)
             return (functional.normalize(means, dim=-1) * self.temperature).cpu()
         index = torch.arange(task.count("train"))[: self.head_samples]
         features = torch.cat([objective.embed(model, "train", few) for few in index.split(512)])
         labels = objective.list_labels("train", index).to(features.device)
-        return make_prototypes(features.float(), labels, task.choices, self.temperature, task.name, "a text")
+        return make_prototypes(features.float(), labels, choices, self.temperature, task.name, "a text")
 
 
 class EncoderObjective(ScoredText):
@@ -208,9 +207,8 @@ class EncoderObjective(ScoredText):
 
     def list_labels(self, part: Part, index: Tensor) -> Tensor:
         """Indices of the answers among the choices, int64 `[N]`."""
-        assert self.task.choices is not None
         answers = self.task.load_samples(part).answers
-        return torch.tensor([self.task.choices.index(answers[i]) for i in index.tolist()])
+        return torch.tensor([self.choices.index(answers[i]) for i in index.tolist()])
 
     def measure_lengths(self, part: Part) -> Tensor | None:
         return torch.tensor([len(t) for t in self.tokenize(part)]) if self.encoder.group_by_length else None
@@ -221,7 +219,7 @@ class EncoderObjective(ScoredText):
         return {"input_ids": tokens, "attention_mask": mask, "labels": self.list_labels(part, index)}
 
     @property
-    def fixes_shapes(self) -> bool:
+    def fixes_shapes(self) -> bool:  # type: ignore[override]
         return self.encoder.dropout == 0
 
     def fix_shape(self, batch: Any) -> Batch:
@@ -263,9 +261,8 @@ class EncoderObjective(ScoredText):
         return torch.cat(embeddings)
 
     def predict(self, model: nn.Module, part: Part, index: Tensor) -> list[str]:
-        assert self.task.choices is not None
         best = (self.embed(model, part, index).float() @ self.head.T).argmax(dim=1)
-        return [self.task.choices[i] for i in best.tolist()]
+        return [self.choices[i] for i in best.tolist()]
 
 
 def _count_positions(source: str) -> int | None:

@@ -17,11 +17,11 @@ from mergekit_lab.checkpoints.layers import count_layers, split_layer, stands_be
 from mergekit_lab.checkpoints.libraries import TRANSFORMERS
 from mergekit_lab.checkpoints.low_rank import LowRank, LowRankRecord
 from mergekit_lab.checkpoints.model_files import plan_model_files, plan_tokenizer_files, write_files
-from mergekit_lab.checkpoints.plain_files import hash_file
 from mergekit_lab.checkpoints.publish import make_folder
 from mergekit_lab.checkpoints.quantized import refuse_quantized
 from mergekit_lab.checkpoints.reader import list_deciding_files, open_checkpoint
 from mergekit_lab.checkpoints.shards import ShardedWriter, write_tensors
+from mergekit_lab.digests import hash_file
 
 __all__ = [
     "TRANSFORMERS",

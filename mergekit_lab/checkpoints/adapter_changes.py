@@ -182,21 +182,15 @@ def untie_parts(content: AdapterContent, placed: Placed, changes: dict[str, Chan
     if untied:
         untied |= {n: k for n, k in placed.seconds.items() if n not in placed.base}
         changes |= {name: change for name, change in together.items() if name in untied}
-    elif not groups and _may_be_tied(placed.base):
+    elif not groups and is_tying_embeddings({**read_config(placed.base.folder), **placed.base.changed}):
         moved = [name for name in changes if is_vocabulary_name(name)]
-        if moved:
+        if moved and find_architecture(placed.base) is None:  # a class that is not known here
             raise InputError(
                 f"the adapter changes {join_names(moved)}, which the base's configuration ties to an "
                 "unknown tensor: untie the base (tie_word_embeddings: false, with both tensors in its "
                 "files), or save the merged model"
             )
     return untied
-
-
-def _may_be_tied(base: Checkpoint) -> bool:
-    """Whether the configuration ties embeddings of a class that is not known here."""
-    config = {**read_config(base.folder), **base.changed}
-    return bool(is_tying_embeddings(config)) and find_architecture(base) is None
 
 
 def _are_alike(tensors: Checkpoint, one: Change | None, other: Change | None) -> bool:

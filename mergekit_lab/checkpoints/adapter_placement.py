@@ -9,7 +9,7 @@ what decides is the class, then names and shapes, else nothing is folded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from mergekit_lab.checkpoints.align import cut_at_dots
@@ -66,27 +66,19 @@ def locate(base: Checkpoint, wanted: Mapping[str, Wanted], class_name: str | Non
     own = find_architecture(base)
     ties = ties or (own is not None and bool(own.tied))  # T5 1.1 ties what is `shared`, whatever the flag says
     seconds = _list_second_names(base, own) if ties else {}
-    direct = _select_known(wanted, {*base, *seconds}.__contains__)
-    if len(direct) == len(wanted):
-        return Placed(base, direct, seconds)
-    best = Placed(base, direct, seconds)
-    for architecture in (find_architecture(base, class_name) if class_name else None, own):
-        if architecture is not None:
-            by_class = _place_by_architecture(base, wanted, architecture, ties)
-            if len(by_class.targets) > len(best.targets):
-                best = by_class
-    if len(best.targets) < len(wanted):
-        by_prefix = _place_by_prefix(base, wanted, seconds, class_name, own)
-        if len(by_prefix.targets) > len(best.targets):
-            best = by_prefix
-    if (
-        len(best.targets) < len(wanted)
-        and own is not None
-        and (split := _place_in_pieces(base, own)) is not None
-    ):
-        by_pieces = locate(split.base, wanted, class_name)
-        if len(by_pieces.targets) > len(best.targets):
-            best = by_pieces._replace(back=split.back)
+
+    def list_others() -> Iterator[Placed]:
+        for architecture in (find_architecture(base, class_name) if class_name else None, own):
+            if architecture is not None:
+                yield _place_by_architecture(base, wanted, architecture, ties)
+        yield _place_by_prefix(base, wanted, seconds, class_name, own)
+        if own is not None and (split := _place_in_pieces(base, own)) is not None:
+            yield locate(split.base, wanted, class_name)._replace(back=split.back)
+
+    best = Placed(base, _select_known(wanted, {*base, *seconds}.__contains__), seconds)
+    others = list_others()
+    while len(best.targets) < len(wanted) and (other := next(others, None)) is not None:
+        best = max(best, other, key=lambda placed: len(placed.targets))
     return best
 
 
@@ -159,7 +151,7 @@ def _place_by_prefix(
 ) -> Placed:
     options = {}
     for drop, add in _list_prefixes(base, wanted.values()):
-        names = _drop_prefix(wanted, drop)
+        names = {k: w._replace(names=tuple(n.removeprefix(drop) for n in w.names)) for k, w in wanted.items()}
         names_by_key = _select_known(names, lambda name, add=add: add + name in base or add + name in seconds)  # type: ignore[misc]
         targets = {key: add + name for key, name in names_by_key.items()}
         fitting = sum(name not in base or wanted[k].fits(base.specs[name].shape) for k, name in targets.items())
@@ -178,12 +170,6 @@ def _place_by_prefix(
             )
         best = {("", prefix): best["", prefix]}
     return Placed(base, next(iter(best.values()), {}), dict(seconds))
-
-
-def _drop_prefix(wanted: Mapping[str, Wanted], drop: str) -> dict[str, Wanted]:
-    if not drop:
-        return dict(wanted)
-    return {k: Wanted(tuple(n.removeprefix(drop) for n in w.names), w.fits) for k, w in wanted.items()}
 
 
 def _list_prefixes(base: Checkpoint, wanted: Iterable[Wanted]) -> list[tuple[str, str]]:

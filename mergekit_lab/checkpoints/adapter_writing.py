@@ -6,7 +6,6 @@ The factors hold the change as it is (`ΔW = B·A`, a scaling of 1), whatever th
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +15,8 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints.adapter_config import ADAPTER_CONFIG
-from mergekit_lab.checkpoints.checkpoint import TensorSpec
 from mergekit_lab.checkpoints.model_files import write_files
-from mergekit_lab.checkpoints.shards import ShardedWriter, plan_files
+from mergekit_lab.checkpoints.shards import write_tensors
 from mergekit_lab.checkpoints.tied_weights import read_class_name
 from mergekit_lab.errors import InputError
 
@@ -91,9 +89,7 @@ def write_adapter(
         name = f"base_model.model.{module}"
         tensors[f"{name}.lora_A.weight"] = change.a.to(dtype).contiguous()
         tensors[f"{name}.lora_B.weight"] = change.b.to(dtype).contiguous()
-    specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    with ShardedWriter(folder, specs, sys.maxsize, "adapter_model") as writer:
-        for name, tensor in tensors.items():
-            writer.write(name, tensor)
+    file = folder / "adapter_model.safetensors"
+    write_tensors(file, tensors)
     beside = write_files({ADAPTER_CONFIG: json.dumps(config, indent=2) + "\n"}, folder)
-    return plan_files(specs, sys.maxsize, "adapter_model") | beside
+    return {file.name: file.stat().st_size} | beside

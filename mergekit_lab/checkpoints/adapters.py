@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -144,13 +143,14 @@ def find_adapter_folder(path: Path, label: str) -> Path:
     """
     if path.name in ADAPTER_FILES and (path.parent / ADAPTER_CONFIG).is_file():
         return path.parent
-    if not path.is_dir() or (path / ADAPTER_CONFIG).is_file() or any(path.glob("*.safetensors")):
+    held = (ADAPTER_CONFIG, "*.safetensors", "*.bin")
+    if not path.is_dir() or any(any(path.glob(pattern)) for pattern in held):
         return path
     named = sorted(file.parent for file in path.glob(f"*/{ADAPTER_CONFIG}"))
-    if len(named) > 1 and not any(path.glob("*.bin")):
+    if len(named) > 1:
         names = join_names(folder.name for folder in named)
         raise InputError(f"{label}: {path} holds several adapters ({names}): name one, as {named[0]}")
-    return named[0] if named and not any(path.glob("*.bin")) else path
+    return named[0] if named else path
 
 
 def open_adapter(folder: Path, base: Checkpoint | None, label: str) -> Checkpoint:
@@ -173,15 +173,11 @@ def open_adapter(folder: Path, base: Checkpoint | None, label: str) -> Checkpoin
         raise InputError(f"{label}: the adapter folder {folder} lacks adapter_model.safetensors")
     tensors = Safetensors(label, [file], folder) if file.is_file() else Pickled(label, [pickled], folder)
     with name_in_errors(label):
-        return _fold(label, tensors, base, config)
-
-
-def _fold(label: str, tensors: Checkpoint, base: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
-    content = AdapterContent.read(tensors, config)
-    placed = locate(base, content.list_wanted(), read_target_class(config))
-    check_placed(content, placed)
-    changes = plan_changes(content, placed)
-    folded = Folded(label, placed.base, content, changes, untie_parts(content, placed, changes))
+        content = AdapterContent.read(tensors, config)
+        placed = locate(base, content.list_wanted(), read_target_class(config))
+        check_placed(content, placed)
+        changes = plan_changes(content, placed)
+        folded = Folded(label, placed.base, content, changes, untie_parts(content, placed, changes))
     if placed.back is None:
         return folded
     stored = placed.back(folded)

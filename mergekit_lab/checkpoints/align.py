@@ -168,7 +168,8 @@ def _choose_prefixes(
     usual = set(usuals.values())
     if usual <= wanted.keys():
         return "", ""
-    dropped = [(head, "") for head in _list_heads(usual, len(usual) // 2 + 1)]
+    heads = Counter(head for name in usual for head, _ in cut_at_dots(name))
+    dropped = [(head, "") for head in sorted(heads, key=len) if 2 * heads[head] > len(usual)]
     count = Counter(head for name in wanted for head, rest in cut_at_dots(name) if rest in usual)
     added = [("", head) for head, met_names in sorted(count.items()) if met_names == max(count.values())]
     options = {option: count_met(option) for option in (("", ""), *dropped, *added)}
@@ -181,18 +182,12 @@ def _choose_prefixes(
     class_name = read_class_name(expert.folder)
     prefix = choose_prefix([add for _, add in alike], class_name, find_architecture(base), base)
     if prefix is None:
-        heads = [add or drop for drop, add in alike]
+        names = join_names(add or drop for drop, add in alike)
         raise InputError(
-            f"expert {expert.label!r} fits the base under several prefixes ({join_names(heads)}), and nothing "
+            f"expert {expert.label!r} fits the base under several prefixes ({names}), and nothing "
             "tells which part it is: put the right one before its names, or its config.json next to it"
         )
     return "", prefix
-
-
-def _list_heads(names: Iterable[str], least: float) -> list[str]:
-    """Prefixes up to a dot that at least so many names have, the shortest first."""
-    count = Counter(head for name in names for head, _ in cut_at_dots(name))
-    return sorted((head for head, n in count.items() if n >= least), key=len)
 
 
 def cut_at_dots(name: str) -> list[tuple[str, str]]:

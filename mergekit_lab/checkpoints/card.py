@@ -18,8 +18,9 @@ import torch
 import yaml
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint
-from mergekit_lab.checkpoints.plain_files import hash_file, is_hash
+from mergekit_lab.checkpoints.plain_files import flatten
 from mergekit_lab.checkpoints.publish import RECORD
+from mergekit_lab.digests import hash_file, is_hash
 
 _HASHED_WHOLE = 32 << 20
 _SAMPLES = 64
@@ -43,10 +44,8 @@ def fingerprint(checkpoint: Checkpoint, label: str | None = None) -> dict[str, A
     """
     files = {}
     for path in checkpoint.files:
-        size, real = path.stat().st_size, path.resolve()
-        if is_hash(real.name):
-            files[path.name] = {"bytes": size, "sha256": real.name}
-        elif size <= _HASHED_WHOLE:
+        size = path.stat().st_size
+        if size <= _HASHED_WHOLE or is_hash(path.resolve().name):
             files[path.name] = {"bytes": size, "sha256": hash_file(path)}
         else:
             files[path.name] = {"bytes": size, "sampled_sha256": _hash_samples(path, size)}
@@ -111,8 +110,8 @@ class Card:
 
     def make_files(self) -> dict[str, Path | str]:
         """`README.md` and `mergekit_lab.json`, to be written."""
-        record = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {"README.md": self.format_text(), RECORD: json.dumps(record, indent=1, default=str) + "\n"}
+        record = json.dumps(vars(self), indent=1, default=str) + "\n"
+        return {"README.md": self.format_text(), RECORD: record}
 
     def format_text(self) -> str:
         """The README of the merged folder, with the metadata that the hub reads."""
@@ -132,7 +131,7 @@ class Card:
         body += [f"{len(self.experts)} experts of one base, merged by {by}.", ""]
         if self.usage:
             body += _write_section("Use", ["```python", *self.usage.splitlines(), "```"])
-        body += _write_section("Method", _format_table(("setting", "value"), _flatten(self.hyper_parameters)))
+        body += _write_section("Method", _list_settings(self.hyper_parameters))
         if self.recipe:
             body += ["The mergekit recipe:", "", *_write_fence(self.recipe, "yaml"), ""]
         elif self.command:
@@ -145,7 +144,7 @@ class Card:
         body += _write_section("Inputs", _format_table(("input", "source", "fingerprint"), rows))
         if any("sampled_sha256" in file for _, p in prints for file in p.get("files", {}).values()):
             body += [SAMPLED, ""]
-        body += _write_section("Settings", _format_table(("setting", "value"), _flatten(self.settings)))
+        body += _write_section("Settings", _list_settings(self.settings))
         if self.metrics:
             metrics = [(name, f"{value:g}") for name, value in self.metrics.items()]
             body += _write_section("Metrics", _format_table(("metric", "value"), metrics))
@@ -186,16 +185,6 @@ def _write_section(title: str, lines: Sequence[str]) -> list[str]:
     return [f"## {title}", "", *lines, ""]
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    rows: list[tuple[str, str]] = []
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            rows += _flatten(value, f"{prefix}{name}.")
-        else:
-            rows.append((f"{prefix}{name}", "not set" if value is None else str(value)))
-    return rows
-
-
 def _name_source(print_: Mapping[str, Any]) -> str:
     revision = print_.get("revision")
     return f"{print_['label'].split('@')[0]}@{revision[:12]}" if revision else str(print_["label"])
@@ -209,6 +198,11 @@ def _shorten(print_: Mapping[str, Any]) -> str:
         whole = file.get("sha256")
         parts.append(f"{name} {(whole or file['sampled_sha256'])[:12]}{'' if whole else ' (sampled)'}")
     return "\n".join(parts if len(parts) <= 4 else [*parts[:3], f"and {len(parts) - 3} more files"])
+
+
+def _list_settings(values: Mapping[str, Any]) -> list[str]:
+    rows = [(name, "not set" if v is None else str(v)) for name, v in flatten(values).items()]
+    return _format_table(("setting", "value"), rows)
 
 
 def _format_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:

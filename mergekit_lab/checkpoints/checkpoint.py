@@ -133,10 +133,8 @@ class InMemory(Checkpoint):
             if tensor.numel() == 0 or tensor.device.type == "meta":
                 continue
             memory = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-            if memory in first:
-                again[name] = first[memory]
-            else:
-                first[memory] = name
+            if (kept := first.setdefault(memory, name)) != name:
+                again[name] = kept
         return again
 
 
@@ -153,11 +151,12 @@ class Computed(Checkpoint):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.specs:
             raise KeyError(name)
-        if getattr(self._last, "name", None) != name:
-            self._last.name = self._last.tensor = None
-            self._last.tensor = self.compute(name)
-            self._last.name = name
-        tensor: Tensor = self._last.tensor
+        last = self._last
+        if getattr(last, "name", None) != name:
+            last.name = last.tensor = None
+            last.tensor = self.compute(name)
+            last.name = name
+        tensor: Tensor = last.tensor
         return tensor
 
     def compute(self, name: str) -> Tensor:

@@ -254,14 +254,11 @@ def _load_around_foreign_classes(file: Path) -> Any:
     """
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    except Exception as error:  # of a file in torch's older formats, or a damaged one
-        raise pickle.UnpicklingError(str(error)) from None
-    if any(name.startswith(("builtins.", "__builtin__.")) for name in names):
-        raise pickle.UnpicklingError("it calls functions of Python itself")
-    try:
+        if any(name.startswith(("builtins.", "__builtin__.")) for name in names):
+            raise pickle.UnpicklingError("it calls functions of Python itself")
         with torch.serialization.safe_globals([(_Inert, name) for name in names]):
             content = _load(file)
-    except Exception as error:
+    except Exception as error:  # of a file in torch's older formats, or a damaged one
         raise pickle.UnpicklingError(str(error)) from None
     if isinstance(content, _Inert):
         raise pickle.UnpicklingError("it holds nothing else")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,7 +26,7 @@ from mergekit_lab.checkpoints.files import Safetensors, open_index
 from mergekit_lab.checkpoints.inspection import plan_specs
 from mergekit_lab.checkpoints.plain_files import read_json
 from mergekit_lab.errors import InputError, join_names, name_in_errors, suggest
-from mergekit_lab.ranges import require
+from mergekit_lab.ranges import check_settings, require
 
 RECORD_FILE = "low_rank.json"
 LEFT, RIGHT, COORDINATES = ".u", ".v", ".coordinates"
@@ -71,20 +71,14 @@ class LowRankRecord:
         Raises:
             InputError: it cannot be read, or is not what `write` leaves.
         """
+        content = read_json(folder / RECORD_FILE)
         try:
-            record = cls(**read_json(folder / RECORD_FILE))
-        except TypeError as error:
-            raise InputError(f"{folder / RECORD_FILE} cannot be read ({error})") from None
-        sound = {
-            "experts": isinstance(record.experts, list) and _are_text(record.experts),
-            "coefficient": isinstance(record.coefficient, int | float) and abs(record.coefficient) < math.inf,
-            "dtype": record.dtype is None or (isinstance(record.dtype, str) and record.dtype in FLOATING),
-            "tied": isinstance(record.tied, dict) and _are_text(record.tied.values()),
-            "base": _is_fingerprint(record.base),
-        }
-        wrong = [name for name, holds in sound.items() if not holds]
-        if wrong:
-            raise InputError(f"{folder / RECORD_FILE} is damaged, or not a merge's ({join_names(wrong)})")
+            record = cls(**content)
+            check_settings(cls, vars(record))
+            require(record.dtype in (None, *FLOATING), "dtype", record.dtype, "a floating-point dtype, or null")
+            require(_is_fingerprint(record.base), "base", record.base, "a fingerprint")
+        except (TypeError, InputError) as error:
+            raise InputError(f"{folder / RECORD_FILE} is damaged, or not a merge's ({error})") from None
         return record
 
 
@@ -95,10 +89,6 @@ def _is_fingerprint(print_: object) -> bool:
         return all(isinstance(size, int) and isinstance(name, str) for size, name in _list_hashes(print_))
     except (AttributeError, KeyError, TypeError):
         return False
-
-
-def _are_text(values: Iterable[object]) -> bool:
-    return all(isinstance(value, str) for value in values)
 
 
 class LowRank(Computed):

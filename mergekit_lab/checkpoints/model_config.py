@@ -19,7 +19,7 @@ from mergekit_lab.checkpoints.adapters import find_adapter
 from mergekit_lab.checkpoints.checkpoint import Checkpoint
 from mergekit_lab.checkpoints.in_memory import silence_transformers
 from mergekit_lab.checkpoints.libraries import OPEN_CLIP, find_library
-from mergekit_lab.checkpoints.plain_files import read_object
+from mergekit_lab.checkpoints.plain_files import flatten, read_object
 from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.errors import join_names
 
@@ -176,13 +176,13 @@ def _list_mismatches(base: Checkpoint, expert: Checkpoint) -> list[Mismatch]:
         own, theirs = (_open_clip_config(folder) for folder in folders if folder is not None)
         return _list_differences(own, theirs) if own and theirs else []
     raw = [read_config(folder) for folder in folders]
-    if not all(raw) or not _list_differences(_flatten(raw[0]), _flatten(raw[1])):
+    if not all(raw) or not _list_differences(raw[0], raw[1]):
         return []
     read = [_as_transformers_reads(folder) for folder in folders if folder is not None]
     known = [config for config in read if config is not None]
     pair = known if len(known) == 2 else [_with_newer_keys(config) for config in raw]
     own, theirs, part = _make_comparable(*pair)
-    return _list_differences(_flatten(own), _flatten(theirs), part)
+    return _list_differences(own, theirs, part)
 
 
 def _find_folder(checkpoint: Checkpoint) -> Path | None:
@@ -194,7 +194,7 @@ def _find_folder(checkpoint: Checkpoint) -> Path | None:
 def _open_clip_config(folder: Path) -> dict[str, Any]:
     content = read_object(folder / OPEN_CLIP.config)
     try:
-        return _flatten({key: value for key, value in content["model_cfg"].items() if value is not False})
+        return {key: value for key, value in content["model_cfg"].items() if value is not False}
     except (KeyError, TypeError, AttributeError):
         return {}
 
@@ -236,9 +236,7 @@ def _make_comparable(
             continue
         family = str(single.get("model_type"))
         alike = [key for key, part in parts.items() if str(part.get("model_type")).startswith(family)]
-        key = min(
-            alike or parts, key=lambda key: len(_list_differences(_flatten(parts[key]), _flatten(single)))
-        )
+        key = min(alike or parts, key=lambda key: len(_list_differences(parts[key], single)))
         return (single, parts[key], key) if swap else (parts[key], single, key)
     return base, expert, ""
 
@@ -249,28 +247,19 @@ def _list_parts(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {key: dict(value) for key, value in nested.items() if key in _PARTS or "model_type" in value}
 
 
-def _flatten(config: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and not _IGNORED.search(str(key)):
-            flat |= _flatten(value, f"{before}{key}.")
-        elif value is not None:
-            flat[f"{before}{key}"] = value
-    return flat
-
-
 def _list_differences(base: Mapping[str, Any], expert: Mapping[str, Any], part: str = "") -> list[Mismatch]:
+    own, theirs = ({k: v for k, v in flatten(config).items() if v != {}} for config in (base, expert))
     mismatches = []
-    for key in dict.fromkeys([*base, *expert]):
-        last = key.split(".")[-1]
-        if _IGNORED.search(last) or base.get(key) == expert.get(key):
+    for key in dict.fromkeys([*own, *theirs]):
+        *_, last = path = key.split(".")
+        if any(map(_IGNORED.search, path)) or own.get(key) == theirs.get(key):
             continue
         decides: str | None
         if last in {"model_type", "architecture", "_class_name"}:  # of transformers, timm and diffusers
             decides = None if part else "what the model is"
         else:
             decides = next((why for why, (keys, _) in _DECIDING.items() if re.search(keys, key)), None)
-        mismatches.append(Mismatch(f"{part}.{key}" if part else key, base.get(key), expert.get(key), decides))
+        mismatches.append(Mismatch(f"{part}.{key}" if part else key, own.get(key), theirs.get(key), decides))
     return mismatches
 
 

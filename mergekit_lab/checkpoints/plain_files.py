@@ -1,19 +1,14 @@
-"""Files from elsewhere, checked before they are opened: a pipe is never waited for, a pointer never parsed.
-And the hashes that tell them apart.
-"""
+"""Files from elsewhere, checked before they are opened: a pipe is never waited for, a pointer never parsed."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mergekit_lab.digests import hash_bytes
 from mergekit_lab.errors import InputError
 
 _POINTERS = {
@@ -85,17 +80,10 @@ def read_object(file: Path) -> dict[str, Any]:
     return content
 
 
-def hash_file(path: Path) -> str:
-    """The hexadecimal SHA-256 of a file's bytes. One of the hub's cache is not read: its name is its hash."""
-    return name if is_hash(name := path.resolve().name) else hash_bytes(path)
-
-
-def is_hash(name: str) -> bool:
-    """Whether a file's name is a SHA-256, as in the hub's cache."""
-    return re.fullmatch(r"[0-9a-f]{64}", name) is not None
-
-
-def hash_folder(root: Path, files: Iterable[Path]) -> str:
-    """The SHA-256 of files below a folder, by their names there and their bytes, in this order."""
-    lines = [f"{file.relative_to(root)} {hash_file(file)}" for file in files]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+def flatten(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """What nested mappings hold, by the keys that lead there, joined by dots; an empty mapping stays one."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        nested = isinstance(value, Mapping) and value
+        flat |= flatten(value, f"{before}{key}.") if nested else {f"{before}{key}": value}
+    return flat

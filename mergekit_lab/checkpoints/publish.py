@@ -93,10 +93,9 @@ def make_folder(out: Path, overwrite: bool = False, planned: Mapping[str, int] |
     """
     planned = {} if planned is None else planned
     out = _resolve(out)
-    _put_back(out)
+    _clear_leftovers(out)
     check_out(out, overwrite)
     out.parent.mkdir(parents=True, exist_ok=True)
-    _clear_leftovers(out)
     partial, lock = _make_partial(out)
     try:
         try:
@@ -174,16 +173,9 @@ def _read_boot() -> str:
     return hashlib.sha256(boot.encode()).hexdigest()[:12]
 
 
-def _put_back(out: Path) -> None:
-    """Give `out` back what a merge had moved away that was killed between two renames."""
-    for old in _find_siblings(out, ".old"):
-        partial = old.with_suffix(".partial")
-        if not out.exists() and (not partial.exists() or _is_abandoned(partial)):
-            old.rename(out)
-
-
 def _clear_leftovers(out: Path) -> None:
-    """Delete what merges that were killed left beside `out`, if it is sure that they were."""
+    """Delete what merges that were killed left beside `out`, if it is sure that they were. What one had moved
+    away when it was killed between two renames becomes `out` again."""
     for making in out.parent.glob(".*.making"):  # as it is for a moment, and empty
         with suppress(OSError):
             if _MAKING.fullmatch(making.name) and time.time() - making.stat().st_mtime > _FORGOTTEN:
@@ -191,7 +183,10 @@ def _clear_leftovers(out: Path) -> None:
     for path in [*_find_siblings(out, ".old"), *_find_siblings(out, ".partial")]:
         partial = path.with_suffix(".partial")
         if path.exists() and (not partial.exists() or _is_abandoned(partial)):
-            shutil.rmtree(path, ignore_errors=True)
+            if path.suffix == ".old" and not out.exists():
+                path.rename(out)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
         elif path.exists() and f".{_read_boot()}." not in path.name:
             log.warning(
                 "%s was left by another machine, or before this one rebooted: remove it, unless a "

@@ -101,22 +101,19 @@ def _read_added(folder: Path | None) -> dict[str, dict[str, Any]]:
 
 
 def _read_tokens(folder: Path) -> dict[str, int] | None:
-    def read_content(name: str) -> Any:
-        return read_json(folder / name)
-
-    settings = read_content("tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    settings = read_object(folder / "tokenizer_config.json")
     added = {str(t["content"]): int(row) for row, t in (settings.get("added_tokens_decoder") or {}).items()}
     if (folder / "tokenizer.json").is_file():
-        return added | _read_fast_tokens(read_content("tokenizer.json"))
+        return added | _read_fast_tokens(read_json(folder / "tokenizer.json"))
     tokens = None
     if (folder / "vocab.json").is_file():
-        tokens = {str(token): int(row) for token, row in read_content("vocab.json").items()}
+        tokens = {str(token): int(row) for token, row in read_json(folder / "vocab.json").items()}
     elif (folder / "vocab.txt").is_file():
         check_file(folder / "vocab.txt")
         with (folder / "vocab.txt").open(encoding="utf-8") as lines:  # str.splitlines() knows other ends
             tokens = {line.removesuffix("\n"): row for row, line in enumerate(lines)}
     if tokens is not None and (folder / "added_tokens.json").is_file():
-        tokens |= {str(token): int(row) for token, row in read_content("added_tokens.json").items()}
+        tokens |= {str(token): int(row) for token, row in read_json(folder / "added_tokens.json").items()}
     return tokens and tokens | added
 
 

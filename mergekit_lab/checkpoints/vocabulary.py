@@ -113,13 +113,11 @@ def _choose_vocabulary(
     for position, expert in enumerate(experts, 1):
         if tokens[position] is None and count_vocabulary_rows(expert) == count_vocabulary_rows(base):
             tokens[position] = tokens[0]
-    differ = any(own is not None and own != tokens[0] for own in tokens[1:])
-    if changes or (
-        not names
-        and differ
-        and tokens[0] is not None
-        and (choice is not None or not _are_in(tokens[0], tokens))
-    ):
+    base_tokens, known = tokens[0], [own for own in tokens if own is not None]
+    differ = base_tokens is not None and any(own != base_tokens for own in known)
+    # where every token of the experts has the base's row, rows belong together by number
+    alike = base_tokens is not None and all(own.items() <= base_tokens.items() for own in known)
+    if changes or (not names and differ and (choice is not None or not alike)):
         names = list_vocabulary_names(base, experts, resized=False)
     if changes and not names:
         raise InputError("the recipe's tokens cannot be placed: the models share no embedding of one width")
@@ -136,7 +134,7 @@ def _choose_vocabulary(
         same = base.list_entries({name: name for name in names})
         views = tuple(View(expert, {**expert.list_entries(), **same}) for expert in experts)
         note = f"{join_names(names)}: left out of the merge, the base's own"
-        return Reconciled(base, views, tuple(names), notes=(note,), side=partial(_blank_side, base, names))
+        return Reconciled(base, views, tuple(names), notes=(note,), side=partial(_clear_side, base, names))
     if changes and None in tokens:
         unread = [c.label for c, own in zip(models.every, tokens, strict=True) if own is None]
         raise InputError(
@@ -166,15 +164,10 @@ def _refuse_contradictions(
                 )
 
 
-def _blank_side(base: Checkpoint, names: Sequence[str], position: int, side: Checkpoint) -> Checkpoint:
+def _clear_side(base: Checkpoint, names: Sequence[str], position: int, side: Checkpoint) -> Checkpoint:
     specs = {n: TensorSpec(base.specs[n].shape, side.specs[n].dtype) for n in names if n in side}
     blank = {n: Entry(s, partial(torch.zeros, s.shape, dtype=s.dtype)) for n, s in specs.items()}
     return View(side, {**side.list_entries(), **blank})
-
-
-def _are_in(base: dict[str, int], tokens: Sequence[dict[str, int] | None]) -> bool:
-    """Whether every token of the experts has the base's row: then rows belong together by number."""
-    return all(own is None or own.items() <= base.items() for own in tokens)
 
 
 def _say_choices(models: Vocabularies) -> str:

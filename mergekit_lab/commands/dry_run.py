@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,12 +43,12 @@ from mergekit_lab.merging import (
 )
 from mergekit_lab.merging.blocks import CPU_BLOCK, DEVICE_BLOCK
 from mergekit_lab.merging.inputs import check_same_names, explain_missing_side, make_filter, select_tensors
-from mergekit_lab.merging.job_workers import FEEDERS
-from mergekit_lab.merging.jobs import STACK_BYTES
+from mergekit_lab.merging.jobs import FEEDERS, STACK_BYTES
 from mergekit_lab.merging.selection import WIDE
 from mergekit_lab.merging.spectral import SpectralMethod, explain_shapes
 from mergekit_lab.merging.subspace import SubspaceMethod
 
+T = TypeVar("T")
 _BYTES_A_SECOND = 1e9
 _BLOCK = 1 << 20
 _SIDES = (96, 192)
@@ -63,35 +63,38 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format
     if prepared.notes:
         result.add_section("Adjusted", prepared.notes)
     result.problems += prepared.problems
-    result.problems += _check_output(prepared, out, overwrite)
+    if out is None:
+        result.problems.append("out is not set: out=<folder>")
+    else:
+        _try(result, check_out, out.expanduser(), overwrite, list_input_files(prepared))
+    for device in prepared.device:
+        _try(result, resolve_device, device)
     for checkpoint in (prepared.base, *prepared.experts.values()):
-        result.problems += _try_check(refuse_quantized, checkpoint)
+        _try(result, refuse_quantized, checkpoint)
     merged = _list_merged(prepared, result)
     ties = find_configured_ties(prepared.base, read=False)
     matters = make_filter(prepared.base.specs, ties, merged, prepared.include, prepared.left_out)
     wanted = matters(prepared.base.specs)
     for name, expert in prepared.experts.items():
         result.problems += [f"{name} {fault}" for fault in list_mismatches(wanted, matters(expert.specs))]
-    result.problems += _try_check(plan_files_beside, prepared, format)
-    result.problems += _try_check(prepared.method.check, tuple(prepared.experts))
-    result.problems += _check_sides(prepared, merged)
+    _try(result, plan_files_beside, prepared, format)
+    _try(result, prepared.method.check, tuple(prepared.experts))
+    _check_sides(prepared, merged, result)
     specs, limit, stem = plan_output(prepared.base, prepared.dtype, list(ties), prepared.max_shard_bytes)
     kept = len(specs) - len(merged)
     factored = format in ("low_rank", "per_task")
     stored = _plan_factors(prepared, merged) if factored else specs  # an adapter takes less
-    try:
-        shards = plan_shards(stored, limit, stem) if stored else []
-    except InputError as error:
-        result.problems.append(str(error))
-        shards = []
+    shards = (_try(result, plan_shards, stored, limit, stem) or []) if stored else []
     written = sum(shard.nbytes for shard in shards)
+    if out is not None:
+        _try(result, check_room, out, written)
     result.add_section(
         "Result",
         [
             f"{len(stored)} tensors in {len(shards)} files, {say_bytes(written)} of disk",
             f"{len(merged)} tensors are merged by {type(prepared.method).__name__}, {kept} stay the base's",
             *explain_shapes(prepared.method, {n: s.shape for n, s in prepared.base.specs.items()}, set(merged)),
-            _describe_room(out, written, result),
+            f"{say_bytes(count_free_bytes(out))} of disk are free at {out}" if out else "no out=… is set",
         ],
     )
     result.add_section(
@@ -113,60 +116,38 @@ def _find_dtype(prepared: Prepared) -> torch.dtype:
     return torch.float64 if any(spec.dtype == torch.float64 for spec in specs) else torch.float32
 
 
-def _try_check(check: Callable[..., object], *arguments: Any) -> list[str]:
-    """What a check of the merge itself says against these arguments, if anything."""
+def _try(result: Report, step: Callable[..., T], *arguments: Any) -> T | None:
+    """What a step of the merge itself returns; None where it refuses, which is a problem of the report."""
     try:
-        check(*arguments)
+        return step(*arguments)
     except InputError as error:
-        return [str(error)]
-    return []
+        result.problems.append(str(error))
+        return None
 
 
-def _check_output(prepared: Prepared, out: Path | None, overwrite: bool) -> list[str]:
-    """What stands against where the result goes and where the arithmetic happens."""
-    if out is None:
-        problems = ["out is not set: out=<folder>"]
-    else:
-        problems = _try_check(check_out, out.expanduser(), overwrite, list_input_files(prepared))
-    for device in prepared.device:
-        problems += _try_check(resolve_device, device)
-    return problems
-
-
-def _check_sides(prepared: Prepared, merged: Sequence[str]) -> list[str]:
-    problems = []
+def _check_sides(prepared: Prepared, merged: Sequence[str], result: Report) -> None:
     method, base = prepared.method, prepared.base.specs
     for kind in method.side_inputs:
         if kind not in prepared.side:
-            problems.append(explain_missing_side(method, kind))
+            result.problems.append(explain_missing_side(method, kind))
             continue
         own = {n: base[n] for n in merged if method.name_side(kind, n) == n}
         if own:
             for name, side in prepared.side[kind].items():
                 specs = {n: spec for n, spec in side.specs.items() if n in own or n not in base}
-                problems += [f"the {kind} of {name} {fault}" for fault in list_mismatches(own, specs)]
+                result.problems += [f"the {kind} of {name} {fault}" for fault in list_mismatches(own, specs)]
         else:
             sides = tuple(prepared.side[kind].values())
-            problems += _try_check(check_same_names, prepared.base, method, kind, sides)
-    return problems
+            _try(result, check_same_names, prepared.base, method, kind, sides)
 
 
 def _list_merged(prepared: Prepared, result: Report) -> list[str]:
-    try:
-        ties, experts = find_configured_ties(prepared.base, read=False), prepared.experts.values()
-        selected = select_tensors(prepared.base.specs, ties, prepared.include, prepared.left_out, experts)
-    except InputError as error:
-        result.problems.append(str(error))
-        return []
-    result.problems += _try_check(prepared.method.check_tensors, selected)
-    return list(selected)
-
-
-def _describe_room(out: Path | None, written: int, result: Report) -> str:
-    if out is None:
-        return "no out=… is set"
-    result.problems += _try_check(check_room, out, written)
-    return f"{say_bytes(count_free_bytes(out))} of disk are free at {out}"
+    ties, experts = find_configured_ties(prepared.base, read=False), prepared.experts.values()
+    specs, patterns = prepared.base.specs, (prepared.include, prepared.left_out)
+    selected = _try(result, select_tensors, specs, ties, *patterns, experts)
+    if selected is not None:
+        _try(result, prepared.method.check_tensors, selected)
+    return list(selected or ())
 
 
 _FIXED = 4 << 20
@@ -234,12 +215,11 @@ def _describe_seconds(prepared: Prepared, merged: Sequence[str], written: int, r
     if not sizes or result.problems:
         return files_alone
     try:
-        arithmetic = _estimate_arithmetic(prepared, merged, sizes)
-    except InputError as error:
-        result.problems.append(str(error))
-        return files_alone
+        arithmetic = _try(result, _estimate_arithmetic, prepared, merged, sizes)
     except Exception as error:  # a method may fail on made-up tensors; an estimate is no reason to
         return f"{files_alone}, arithmetic unknown ({type(error).__name__})"
+    if arithmetic is None:
+        return files_alone
     rate = f"{say_duration(arithmetic)} of arithmetic, {say_duration(moved)} of disk at 1 GB/s"
     return f"time: about {say_duration(max(moved, arithmetic))} ({rate})"
 

@@ -20,6 +20,7 @@ from mergekit_lab.checkpoints.tied_weights import read_class_name
 from mergekit_lab.commands.prepared import Prepared
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging import SLERP, TIES, Method, TaskArithmetic, WeightAverage
+from mergekit_lab.merging.inputs import list_patterns
 from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.yaml_files import make_values
 
@@ -80,18 +81,18 @@ def say_command(prepared: Prepared, title: str, format: str) -> str:
     merger = _say_merger(prepared.method)
     if merger is None or prepared.side.keys() - {"fisher", "gram"}:
         return ""
-    experts = ",".join(f"{name}: {source}" for name, source in prepared.sources.items())
-    words = [f"base={prepared.base_source}", f"experts={{{experts}}}", f"out={title}", *merger]
+    experts = _say_value(prepared.sources)
+    words = [f"base={prepared.base_source}", f"experts={experts}", f"out={title}", *merger]
     for kind, by_name in prepared.side.items():
-        words.append(f"{kind}s={{{','.join(f'{name}: {c.label}' for name, c in by_name.items())}}}")
+        words.append(f"{kind}s={_say_value({name: side.label for name, side in by_name.items()})}")
     settings = {
-        "include": None if prepared.include is None else f"[{','.join(prepared.include)}]",
-        "exclude": f"[{','.join(prepared.exclude)}]" if prepared.exclude else None,
+        "include": None if prepared.include is None else list_patterns(prepared.include),
+        "exclude": prepared.exclude or None,
         "embeddings": prepared.embeddings,
         "dtype": prepared.dtype_name,
         "format": None if format == "dense" else format,
     }
-    words += [f"{name}={value}" for name, value in settings.items() if value is not None]
+    words += [f"{name}={_say_value(value)}" for name, value in settings.items() if value is not None]
     return " ".join(["python -m mergekit_lab +experiment=merge_checkpoints", *map(shlex.quote, words)])
 
 

@@ -104,6 +104,13 @@ def prepare(
         problems.append(str(error))
     if problems and read:
         raise InputError("\n".join(problems))
+    side: dict[str, dict[str, Checkpoint]] = {}
+    for kind, listed in (statistics or {}).items():
+        by_name = inputs.name_sources(listed, kind, tuple(named))
+        side[kind] = {
+            n: reconciled.side(at, open_checkpoint(by_name[n], f"{kind} of {n}", headers_only=not read))
+            for at, n in enumerate(named)
+        }
     tokenizer_folder = wanted or reconciled.tokenizer or origin.folder
     tokenizer_source = _name_tokenizer_source(tokenizer_from, reconciled.tokenizer, opened)
     folders = {name: expert.folder for name, expert in opened.items()}
@@ -114,7 +121,7 @@ def prepare(
         experts=dict(zip(named, reconciled.experts, strict=True)),
         origin=origin,
         opened=opened,
-        side=_open_side_inputs(statistics or {}, tuple(named), reconciled, read),
+        side=side,
         method=method if isinstance(method, Method) else method(reconciled.base),
         device=devices,
         dtype=dtype,
@@ -137,22 +144,6 @@ def prepare(
         notes=notes,
         problems=problems,
     )
-
-
-def _open_side_inputs(
-    statistics: Mapping[str, Sources], experts: Sequence[str], reconciled: Reconciled, read: bool
-) -> dict[str, dict[str, Checkpoint]]:
-    """By kind and expert, with the vocabulary that base and experts have."""
-    side_inputs: dict[str, dict[str, Checkpoint]] = {}
-    for kind, sources in statistics.items():
-        by_name = inputs.name_sources(sources, kind, tuple(experts))
-        side_inputs[kind] = {
-            name: reconciled.side(
-                position, open_checkpoint(by_name[name], f"{kind} of {name}", headers_only=not read)
-            )
-            for position, name in enumerate(experts)
-        }
-    return side_inputs
 
 
 @dataclass

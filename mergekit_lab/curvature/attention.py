@@ -3,8 +3,6 @@
 torch's own runs its projections inside one call, where nothing watches them. Same results, for what models use.
 """
 
-from __future__ import annotations
-
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any

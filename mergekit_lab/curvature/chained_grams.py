@@ -10,8 +10,6 @@ Reference: nthehai01/RegMean-plusplus (`RegMeanAlgorithmPlusPlus`), which leaves
 the layers. Here that is the mean, as in RegMean.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -63,8 +61,9 @@ def chained_grams(
         """Put the merge of these tensors into the model."""
         inside = {split.stack for name in names if (split := split_layer(name))}
         statistics = {"chained_gram": grams if inside else {name: {} for name in experts}}
-        own = {expert: _pick(state, names) for expert, state in experts.items()}
-        merged = merge_state_dicts(_pick(base, names), own, method, statistics=statistics)
+        origin, *own = ({n: state[n] for n in names} for state in (base, *experts.values()))
+        named = dict(zip(experts, own, strict=True))
+        merged = merge_state_dicts(origin, named, method, statistics=statistics)
         model.load_state_dict(merged, strict=False)
 
     def run_layer(number: int, expert: str) -> Iterator[Tensor]:
@@ -94,10 +93,6 @@ def chained_grams(
             for expert in experts:
                 hidden[expert] = list(run_layer(number, expert))
     return grams
-
-
-def _pick(state: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    return {name: state[name] for name in names}
 
 
 def _find_layers(model: nn.Module) -> tuple[str, nn.ModuleList | nn.Sequential]:

@@ -8,8 +8,6 @@ No sample's gradient of the whole model is ever held: a layer's squares are adde
 (`recorder.py`, `tape.py`), from its inputs and the gradients at its outputs (`uses.py`).
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ that Grams of different amounts of data weigh the same. Exact; memory is the Gra
 Of norms, which multiply what they normalize by a weight, it is the mean of its squares, input by input.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

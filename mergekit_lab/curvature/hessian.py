@@ -9,8 +9,6 @@
 Legend: P entries of all parameters that require gradients, k iterations, m products.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -143,10 +141,8 @@ def top_eigenvalues(
 
 def _solve_tridiagonal(diagonal: Sequence[float], beside: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Eigenvalues in descending order and eigenvectors in columns, of Lanczos' matrix."""
-    matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
-    if beside:
-        off = torch.tensor(list(beside), dtype=torch.float64)
-        matrix += torch.diag(off, 1) + torch.diag(off, -1)
+    middle, off = (torch.tensor(list(x), dtype=torch.float64) for x in (diagonal, beside))
+    matrix = torch.diag(middle) + (torch.diag(off, 1) + torch.diag(off, -1))
     values, vectors = torch.linalg.eigh(matrix)
     return values.flip(0), vectors.flip(1)
 

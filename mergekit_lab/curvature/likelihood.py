@@ -7,8 +7,6 @@ answer tokens, those whose label is not −100, each given the true ones before 
 so that long answers weigh more than short ones (a mean over tokens would be another quantity).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

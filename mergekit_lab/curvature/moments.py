@@ -8,8 +8,6 @@ Where the optimizer is gone (an expert that others trained, or whose best weight
 `first_moment` goes through batches at the weights as they are: the moment of Adam with a learning rate of 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

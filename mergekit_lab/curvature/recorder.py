@@ -11,13 +11,11 @@ sample (`nn.MultiheadAttention`'s inner layout is seen to). Where a shape says o
 parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mergekit_lab.curvature.attention import ATTENTION, run_attention
@@ -81,7 +79,7 @@ class Recorder(TorchFunctionMode):
 
     def _split_by_sample(self, value: Any, args: Sequence[Any]) -> Any:
         """What was computed from parameters for every sample (the segments of BERT) becomes an activation."""
-        if not self.tape.is_source(value) or self.tape.is_parameter(value) or self.tape.samples == 1:
+        if not self.tape.is_source(value) or isinstance(value, nn.Parameter) or self.tape.samples == 1:
             return value
         if value.dim() < max(a.dim() for a in args if isinstance(a, Tensor)) or len(value) != self.tape.samples:
             return value

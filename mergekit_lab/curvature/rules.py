@@ -3,8 +3,6 @@
 A rule takes the tape and the function's own arguments. Functions without one get `make_local_rule`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any

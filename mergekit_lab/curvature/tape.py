@@ -6,8 +6,6 @@ over each sample's gradient once backward has passed. `recorder.py` fills a tape
 hands over.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -48,7 +46,6 @@ class Tape:
         self._sources: dict[int, tuple[Tensor, tuple[str, ...]]] = {
             id(p): (p, (name,)) for name, p in parameters.items()
         }
-        self._own = {id(p) for p in parameters.values()}
         self._expected = dict.fromkeys(parameters, 0)
         self._arrived: dict[str, list[Use]] = {name: [] for name in parameters}
         self._handles: list[RemovableHandle] = []
@@ -61,9 +58,6 @@ class Tape:
     def is_source(self, value: Any) -> bool:
         """Whether this is a parameter, or computed only from parameters."""
         return id(value) in self._sources
-
-    def is_parameter(self, value: Any) -> bool:
-        return id(value) in self._own
 
     def list_names(self, *sources: Any) -> tuple[str, ...]:
         """The parameters that sources are, or were computed from."""

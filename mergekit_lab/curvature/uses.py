@@ -5,8 +5,6 @@ shape of the parameter, g the gradient of the samples' summed log-likelihood at 
 not mix, `g[n]` is sample n's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -10,8 +10,6 @@ what was learned and merges like any other. AdaMerging++ learns on task vectors 
 made of those.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -151,10 +149,11 @@ def learn_coefficients(
     if not entropies:
         raise InputError("there is nothing to learn from: no batch was given")
     columns = dict(zip(inputs.experts, alphas.detach().clamp(0, 1).T.tolist(), strict=True))
-    if layer_wise:
-        by_tensor = {t: dict(zip(inputs.merged, column, strict=True)) for t, column in columns.items()}
-        return AdaMerging(weights=by_tensor), entropies
-    return AdaMerging(weights={t: column[0] for t, column in columns.items()}), entropies
+    weights = {
+        t: dict(zip(inputs.merged, column, strict=True)) if layer_wise else column[0]
+        for t, column in columns.items()
+    }
+    return AdaMerging(weights=weights), entropies
 
 
 def _measure_entropy(logits: Tensor) -> Tensor:

@@ -8,8 +8,6 @@ a product has many factors, and their mean is no product's.
 Legend: `ΔW` a weight's merged change `[out, in]`, `r` its rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -165,6 +163,8 @@ class AdapterMerge:
         """A change within the rank and the energy that are asked for; counts what is lost."""
         if isinstance(change, LowRankChange):
             whole = float(((change.b.mT @ change.b) * (change.a @ change.a.mT)).sum())
+            fits = self.energy is None and len(change.a) <= (self.rank or math.inf)
+            change = change if fits else change.b @ change.a
         else:
             whole = float(change.square().sum())
         if not math.isfinite(whole):
@@ -172,11 +172,8 @@ class AdapterMerge:
                 f"the merged change of {name} holds NaN or infinite entries: check the adapters' factors"
             )
         self._whole += whole
-        rank = change.a.shape[0] if isinstance(change, LowRankChange) else math.inf
-        if not isinstance(change, LowRankChange) or self.energy is not None or rank > (self.rank or math.inf):
-            dense = change.b @ change.a if isinstance(change, LowRankChange) else change
-            change = self._cut(dense)
-        self.ranks[name] = change.a.shape[0]
+        change = self._cut(change) if isinstance(change, Tensor) else change
+        self.ranks[name] = len(change.a)
         return change
 
     def _cut(self, change: Tensor) -> LowRankChange:

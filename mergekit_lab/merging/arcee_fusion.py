@@ -7,8 +7,6 @@ draws a million entries at random for the quartiles of larger tensors; here they
 two models are its base and another; here they are the two experts, as for SLERP.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

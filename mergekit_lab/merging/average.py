@@ -3,8 +3,6 @@
 Wortsman et al. 2022, "Model soups". With `weights`, the weighted mean `Σ λ_t θ_t / Σ λ_t`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Legend: `T` experts, `*S` a tensor's shape, `n` a block's length.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections import UserDict
@@ -12,14 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Method, Segment, Site
-from mergekit_lab.merging.flat import Flat, fill, send_whole
 from mergekit_lab.merging.inputs import Inputs
+from mergekit_lab.merging.transfers import fill, send_whole
 from mergekit_lab.prefetch import prefetch
 
 CPU_BLOCK = 1 << 18
@@ -71,6 +69,8 @@ class Reader:
     subset: tuple[str, ...] | None = None
     turn: threading.Lock = field(default_factory=threading.Lock)
     _doubts: list[tuple[Tensor, Callable[[], None]]] = field(default_factory=list, init=False)
+    _rows: dict[str, list[Tensor]] = field(default_factory=dict, init=False)
+    _memory: dict[str, Tensor] = field(default_factory=dict, init=False)
     _known_weights: dict[str, tuple[Tensor, bool]] = field(default_factory=dict, init=False)
 
     @property
@@ -90,10 +90,10 @@ class Reader:
         """Entries of a flat block at most."""
         return size_block(self.device) >> self.fed
 
-    def map(self, change: Callable[[str, Tensor, Site], Tensor]) -> Reader:
+    def map(self, change: Callable[[str, Tensor, Site], Tensor]) -> Self:
         return replace(self, changes=(*self.changes, change))
 
-    def select(self, keep: Callable[[str, Sequence[int]], bool]) -> Reader:
+    def select(self, keep: Callable[[str, Sequence[int]], bool]) -> Self:
         def is_kept(name: str) -> bool:
             stack = self.inputs.stacks.get(name)
             if stack is None:
@@ -102,7 +102,7 @@ class Reader:
 
         return replace(self, subset=tuple(filter(is_kept, self.names)))
 
-    def divide(self) -> list[Reader]:
+    def divide(self) -> list[Self]:
         if len(self.sharing) < 2:
             return [self]
         specs = self.inputs.base.specs
@@ -133,16 +133,16 @@ class Reader:
         """Every block's task vectors; an accelerator's are read from the host while it works on others."""
         pieces = self.cut(self.names)
         if not self.fed:
-            flat = self.open_flat()
+            reader = self if self._resident else replace(self)
             for piece in pieces:
-                yield piece, self.read(piece, flat)[1]
+                yield piece, reader.read(piece)[1]
             return
-        flats = threading.local()
+        readers = threading.local()
 
         def read(piece: list[Segment]) -> tuple[list[Segment], Tensor]:
-            if not hasattr(flats, "mine"):
-                flats.mine = self.open_flat()
-            return piece, self.read(piece, flats.mine)[1]
+            if not hasattr(readers, "mine"):
+                readers.mine = replace(self)
+            return piece, readers.mine.read(piece)[1]
 
         yield from prefetch(read, pieces, ahead=_AHEAD, threads=_AHEAD)
 
@@ -153,23 +153,17 @@ class Reader:
     @cached_property
     def fed(self) -> bool:
         """Whether an accelerator works on what lies in the host's memory."""
-        first = next(iter(self.inputs.merged), None)
-        return first is not None and self.device.type != "cpu" and self.inputs.base[first].device.type == "cpu"
-
-    def open_flat(self) -> Flat:
-        """The inputs to read blocks from: one for all passes where they are on the device, else a new one."""
-        return self._resident or Flat(self.inputs, keep=False)
+        return self.device.type != "cpu" and self._home is not None and self._home.type == "cpu"
 
     @cached_property
-    def flat(self) -> Flat:
-        """One for whoever works with this reader alone, a block at a time: its memory serves all tensors."""
-        return self.open_flat()
+    def _resident(self) -> bool:
+        """Whether the inputs lie in an accelerator's memory: then all stay open, which costs nothing."""
+        return self.device.type != "cpu" and self._home == self.device and not self.inputs.computed
 
     @cached_property
-    def _resident(self) -> Flat | None:
-        first = next(iter(self.inputs.merged), None)
-        here = first is not None and self.device.type != "cpu" and self.inputs.base[first].device == self.device
-        return Flat(self.inputs, keep=True) if here and not self.inputs.computed else None
+    def _home(self) -> torch.device | None:
+        """Where the inputs lie."""
+        return next((self.inputs.base[name].device for name in self.inputs.merged), None)
 
     def cut(self, names: Sequence[str]) -> Iterator[list[Segment]]:
         """Flat blocks: of one tensor each, or of several small ones where the method allows it."""
@@ -195,12 +189,11 @@ class Reader:
         """Whether blocks hold several tensors."""
         return self.method.pools and not self._weighs_by_tensor and self.device.type != "cpu"
 
-    def read(self, piece: list[Segment], flat: Flat) -> tuple[Tensor, Tensor]:
-        """`θ0 [n]` and `δ [T, n]` of a block; on a CPU valid until the next one is read through this `flat`."""
-        first, *rows = zip(*(flat.read(segment) for segment in piece), strict=True)
-        size, where = sum(s.stop - s.start for s in piece), (self.inputs.compute, self.device)
-        base = flat.allocate("base", 1, size, *where)
-        deltas = flat.allocate("deltas", len(rows), size, *where)
+    def read(self, piece: list[Segment]) -> tuple[Tensor, Tensor]:
+        """`θ0 [n]` and `δ [T, n]` of a block; on a CPU valid until this reader reads the next one."""
+        first, *rows = zip(*map(self._read_segment, piece), strict=True)
+        size = sum(s.stop - s.start for s in piece)
+        base, deltas = self._allocate("base", 1, size), self._allocate("deltas", len(rows), size)
         if len(piece) > 1 or any(row[0].device != base.device for row in (first, *rows)):
             fill(base, [first])
             fill(deltas, rows)
@@ -213,6 +206,29 @@ class Reader:
             return base[0], deltas
         torch._foreach_copy_([base[0], *deltas.unbind()], [one, *each])
         return base[0], deltas.sub_(base)
+
+    def _read_segment(self, segment: Segment) -> list[Tensor]:
+        """The segment of the base and of every expert: whole tensors in their own shape, ranges flat."""
+        size = segment.stop - segment.start
+        rows = self._rows.get(segment.name)
+        if rows is None:
+            if not self._resident:
+                self._rows.clear()
+            rows = [model[segment.name] for model in (self.inputs.base, *self.inputs.experts.values())]
+            if size < rows[0].numel():
+                rows = [row.reshape(-1) for row in rows]
+            self._rows[segment.name] = rows
+        return rows if size == rows[0].numel() else [row.narrow(0, segment.start, size) for row in rows]
+
+    def _allocate(self, use: str, rows: int, size: int) -> Tensor:
+        """`[rows, size]`; on a CPU the same memory for every block, because new pages cost more than the
+        arithmetic.
+        """
+        if self.device.type != "cpu":
+            return torch.empty((rows, size), dtype=self.inputs.compute, device=self.device)
+        if use not in self._memory or self._memory[use].numel() < rows * size:
+            self._memory[use] = torch.empty(rows * size, dtype=self.inputs.compute)
+        return self._memory[use][: rows * size].view(rows, size)
 
     def read_base(self, name: str) -> Tensor:
         """`θ0 [*S]` of a tensor, on the device in its own dtype: not to be changed."""

@@ -8,8 +8,6 @@ index counts as the largest; mergekit's order there is unspecified. Its `breadcr
 `inner=TIES(preset="mergekit", density=1.0)`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -38,28 +36,18 @@ class Breadcrumbs(SparsifiedMethod):
 
     by_blocks = True
 
-    def survey_sparsity(self, name: str, entries: int, blocks: Blocks) -> Middle:
+    def survey_sparsity(self, name: str, entries: int, blocks: Blocks) -> list[Largest]:
         return select_middle(blocks, self.density, self.gamma, entries)
 
     def sparsify(self, name: str, deltas: Tensor, site: Site) -> Tensor:
-        middle: Middle = site.tensor
-        return middle.trim(deltas, site.offset)
+        upto, top = site.tensor
+        return upto.trim(deltas, site.offset).sub_(top.trim(deltas, site.offset))
 
 
-@dataclass(frozen=True)
-class Middle:
-    """Which entries of each expert are neither among its largest nor among its smallest in magnitude."""
+def select_middle(blocks: Pass, density: float, gamma: float, entries: int) -> list[Largest]:
+    """Two numbers of largest entries; what only the first holds is the middle.
 
-    upto: Largest
-    top: Largest
-
-    def trim(self, deltas: Tensor, offset: int = 0) -> Tensor:
-        """The block `[T, n]` that starts at a flat index, with all other entries zero."""
-        return self.upto.trim(deltas, offset).sub_(self.top.trim(deltas, offset))
-
-
-def select_middle(blocks: Pass, density: float, gamma: float, entries: int) -> Middle:
-    """Of each `δ_t` drop the `int(gamma·n)` largest entries and keep the next `int(density·n)`.
+    Of each `δ_t` drop the `int(gamma·n)` largest entries and keep the next `int(density·n)`.
 
     Args:
         blocks: in flat order.
@@ -69,11 +57,11 @@ def select_middle(blocks: Pass, density: float, gamma: float, entries: int) -> M
     """
     kept = int(density * entries)
     upto = min(entries, kept + int(gamma * entries))
-    return Middle(*select_each([blocks], [upto, upto - kept], entries))
+    return select_each([blocks], [upto, upto - kept], entries)
 
 
 def keep_middle(deltas: Tensor, density: float, gamma: float) -> Tensor:
     """`select_middle` of whole task vectors `[T, *S]`, with all other entries zero."""
     rows = deltas.reshape(len(deltas), -1)
-    middle = select_middle(lambda: iter([(None, rows, None)]), density, gamma, rows.shape[1])
-    return middle.trim(rows).view_as(deltas)
+    upto, top = select_middle(lambda: iter([(None, rows, None)]), density, gamma, rows.shape[1])
+    return upto.trim(rows).sub_(top.trim(rows)).view_as(deltas)

@@ -11,20 +11,17 @@ The authors' code was not to be had, so the tests compare with these formulas, w
 and entries without a conflict (a number that is not positive) are left alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from annotated_types import Ge
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import ScaledMethod, Site
 from mergekit_lab.merging.regmean import name_gram
-from mergekit_lab.ranges import Count
+from mergekit_lab.ranges import Count, Magnitude
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +43,7 @@ class CAT(ScaledMethod):
     """
 
     rank: Count = 3
-    penalty: Annotated[float, Ge(0)] = 1.0
+    penalty: Magnitude = 1.0
 
     side_inputs: ClassVar[tuple[str, ...]] = ("gram",)
     by_matrix = True
@@ -67,9 +64,9 @@ class CAT(ScaledMethod):
                 )
             return site.orient(self._project(weights, grams)).to(deltas.dtype)
         if base.dim() == 1 and grams is not None and grams.shape[1:] == base.shape:
-            return self._mask(own, grams)
+            return self._mask(own, grams, self.penalty)
         if base.dim() == 1 and name.endswith("bias"):
-            return self._mask(own, torch.ones_like(own), penalty=0.0)
+            return self._mask(own, torch.ones_like(own), 0.0)
         return own.sum(dim=0)
 
     def _project(self, deltas: Tensor, grams: Tensor) -> Tensor:
@@ -103,9 +100,8 @@ class CAT(ScaledMethod):
         top = vectors[:, -self.rank :][:, values[-self.rank :] > 0].clone()
         return top if span is None else span @ top
 
-    def _mask(self, deltas: Tensor, squares: Tensor, penalty: float | None = None) -> Tensor:
+    def _mask(self, deltas: Tensor, squares: Tensor, penalty: float) -> Tensor:
         """Of `[T, n]` and mean squares `[T, n]` of what they multiply: `[n]`."""
-        penalty = self.penalty if penalty is None else penalty
         kept = torch.ones_like(deltas)
         for k in range(len(deltas)):
             conflict = torch.zeros_like(deltas[k])

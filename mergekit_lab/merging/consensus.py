@@ -11,18 +11,14 @@ Reference: nik-dim/tall_masks (`src/utils/tallmask_utils.py`), which compares th
 of experts, which gives it the base, is an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
-from annotated_types import Ge
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Method, ScaledMethod, Site, is_finite
-from mergekit_lab.ranges import require
+from mergekit_lab.ranges import Natural, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +37,7 @@ class ConsensusTA(ScaledMethod):
             other experts.
     """
 
-    k: Annotated[int, Ge(0)] = 2
+    k: Natural = 2
     tall: float | Sequence[float] | Mapping[str, float] = 0.4
     coefficient: float = 0.3
 

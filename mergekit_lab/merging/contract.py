@@ -7,8 +7,6 @@ Legend, here and in every method: `T` experts, `*S` a tensor's shape, `θ0` the 
 `δ_t = θ_t − θ0` its task vector, `λ_t` its weight, `α` the global coefficient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
@@ -19,10 +17,6 @@ from torch import Tensor
 
 from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.ranges import FLOAT32_MAX, check_settings, require
-
-
-def _ignore_note(key: str, value: object) -> None:
-    pass
 
 
 class Segment(NamedTuple):
@@ -56,7 +50,7 @@ class Site:
     side: Mapping[str, Tensor] = field(default_factory=dict)
     survey: Any = None
     tensor: Any = None
-    note: Callable[[str, object], None] = _ignore_note
+    note: Callable[[str, object], None] = lambda key, value: None
     unit: bool = False
     transposed: bool = False
 
@@ -111,15 +105,15 @@ class Stream(Protocol):
     def read_side_blocks(self, kind: str) -> Iterator[Tensor]:
         """The side inputs of one kind, `[T, n]` a block."""
 
-    def map(self, change: Callable[[str, Tensor, Site], Tensor]) -> Stream:
+    def map(self, change: Callable[[str, Tensor, Site], Tensor]) -> Self:
         """The same stream with every block of task vectors changed."""
 
-    def select(self, keep: Callable[[str, Sequence[int]], bool]) -> Stream:
+    def select(self, keep: Callable[[str, Sequence[int]], bool]) -> Self:
         """This stream, restricted to tensors whose name and shape `keep` accepts; of a stack of a mixture's
         experts those of its first matrix.
         """
 
-    def divide(self) -> Sequence[Stream]:
+    def divide(self) -> Sequence[Self]:
         """This stream cut into some for `run_at_once`, by tensors: one for each device that takes part, a few
         on a CPU. For surveys whose result does not depend on the order of blocks, as counts do not and sums of
         rounded numbers do."""
@@ -156,6 +150,8 @@ class Method:
     """Whether it makes a model per task, as `merge_factors` stores them. `merge` returns one for all tasks."""
     default_weight: ClassVar[float] = 1.0
     """`λ_t` where `weights` is None."""
+    signed: ClassVar[bool] = True
+    """Whether weights may be negative, or all 0."""
     fewest: ClassVar[int] = 1
     most: ClassVar[int | None] = None
     """How many experts it takes; None: any number."""
@@ -226,6 +222,8 @@ class Method:
             _match(value, name, default) if isinstance(value, Mapping) else float(value) for value in values
         ]
         require(all(map(is_finite, numbers)), "weights", self.weights, "finite in float32")
+        fit = self.signed or min(numbers) >= 0 < max(numbers)
+        require(fit, "weights", self.weights, "at least 0, and not all 0")
         return numbers
 
     def _check_number(self, experts: int) -> None:

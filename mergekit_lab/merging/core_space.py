@@ -11,8 +11,6 @@ expert that is none is factored by its SVD first. Methods that turn with the bas
 then, and those that look at single entries (TIES) do not: the bases depend on the factors.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from torch import Tensor

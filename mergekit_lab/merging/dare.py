@@ -7,8 +7,6 @@ experts or tensors, on sharding or on the device; E[DARE] is the inner method. `
 mergekit runs: every tensor gets its old L1 norm back, which is not the paper's 1/(1−p).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
@@ -45,9 +43,10 @@ class DARE(SparsifiedMethod):
     def by_entries(self) -> bool:  # type: ignore[override]
         return self.rescale == "inverse"
 
-    def survey_sparsity(self, name: str, entries: int, blocks: Blocks) -> _Restored | None:
+    def survey_sparsity(self, name: str, entries: int, blocks: Blocks) -> tuple[Tensor | None, Tensor | None]:
+        """`‖δ_t‖₁ / ‖kept δ_t‖₁`, `[T]`, 0 where nothing is kept; on a CPU what was kept, in bits."""
         if self.by_entries or self.density == 1:
-            return None
+            return None, None
         before = after = torch.zeros(())
         bits: Tensor | None = None
         for _, deltas, site in blocks():
@@ -59,18 +58,16 @@ class DARE(SparsifiedMethod):
                 bits = torch.empty(len(deltas), -(-entries // 8), dtype=torch.uint8)
             if bits is not None:
                 pack_mask(keep, bits, site.offset)
-        return _Restored(torch.where(after > 0, before / after, 0.0), bits)
+        return torch.where(after > 0, before / after, 0.0), bits
 
     def sparsify(self, name: str, deltas: Tensor, site: Site) -> Tensor:
         if self.density == 1:
             return deltas
-        restored: _Restored | None = site.tensor
-        if restored is not None and restored.bits is not None:
-            return apply_packed(deltas, restored.bits, site.offset, restored.factors)
+        factors, bits = site.tensor or (None, None)
+        if factors is not None and bits is not None:
+            return apply_packed(deltas, bits, site.offset, factors)
         sparse = apply_mask(deltas, self._draw(deltas, site), out=torch.empty_like(deltas))
-        return (
-            sparse.div_(self.density) if restored is None else sparse.mul_(restored.factors.to(deltas)[:, None])
-        )
+        return sparse.div_(self.density) if factors is None else sparse.mul_(factors.to(deltas)[:, None])
 
     def _draw(self, deltas: Tensor, site: Site) -> Tensor:
         """Whether an entry stays, shaped like `deltas`."""
@@ -78,11 +75,3 @@ class DARE(SparsifiedMethod):
         drawn = [make_counters(self.seed, expert, site.segments) for expert in site.experts]
         draw_mask(drawn, keep, 1 - self.density)
         return keep
-
-
-@dataclass(frozen=True)
-class _Restored:
-    """One tensor's `‖δ_t‖₁ / ‖kept δ_t‖₁`, `[T]`, 0 where nothing is kept; on a CPU what was kept, in bits."""
-
-    factors: Tensor
-    bits: Tensor | None

@@ -11,8 +11,6 @@ alone). In a row of one entry, where both codes divide 0 by 0, it stays with pro
 are those of `DARE`, counted by (seed, expert, tensor, flat index): `epsilon=0` is DARE.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal

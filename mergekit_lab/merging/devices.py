@@ -1,7 +1,5 @@
 """Devices for the arithmetic of a merge."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -26,11 +24,10 @@ def parse_devices(device: object, spread: int | None = None) -> list[str]:
     """
     if device == "auto" or (device == "spread" and spread):
         return list_devices(spread if device == "spread" and spread else 1)
-    if isinstance(device, list | tuple):
-        if not device:
-            raise InputError("device is an empty list")
-        return [_parse_device(each) for each in device]
-    return [_parse_device(device)]
+    devices = device if isinstance(device, list | tuple) else [device]
+    if not devices:
+        raise InputError("device is an empty list")
+    return [_parse_device(each) for each in devices]
 
 
 def _parse_device(device: object) -> str:

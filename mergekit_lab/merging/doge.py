@@ -11,21 +11,19 @@ expert equal to the base on a matrix makes it divide by 0; here it counts nothin
 fewer directions than the shared subspace is given, it takes arbitrary ones of its SVD; here there are none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-from annotated_types import Ge, Gt
+from annotated_types import Ge
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Site, Stream
 from mergekit_lab.merging.factorizations import solve_triplets
 from mergekit_lab.merging.selection import select_largest
 from mergekit_lab.merging.spectral import LayerWeightsMethod, cap_rank
-from mergekit_lab.ranges import Rate, Share
+from mergekit_lab.ranges import Natural, Positive, Rate, Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +41,10 @@ class DOGE(LayerWeightsMethod):
         weights: `λ_t` of the experts' shares `c_t`, 1 by default.
     """
 
-    size: Annotated[float, Gt(0)] = 0.07
+    size: Positive = 0.07
     density: Share = 0.3
     subspace: Annotated[float, Ge(1)] = 6
-    steps: Annotated[int, Ge(0)] = 400
+    steps: Natural = 400
     lr: Rate = 1e-4
 
     def survey(self, stream: Stream) -> list[float] | None:

@@ -3,8 +3,6 @@
 Legend: `T` experts, `*S` a tensor's shape, `n` a flat block's length.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math

@@ -10,8 +10,6 @@ mean
 magnitude: preset `"authors"`; the paper's formula, over all entries alike, is preset `"paper"`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

@@ -11,20 +11,17 @@ of that projection the expert's atoms.
 Only one Gram matrix is needed, that of `v̄ = Σ λ_t v_t`, because `H_t d_t = Sᵀ((v_t + ε) ∘ lift(d_t))`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from annotated_types import Gt
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Site, Stream
 from mergekit_lab.merging.fisher import sum_fishers
 from mergekit_lab.merging.spectral import AtomMethod, Atoms, note_rank, whiten_atoms
-from mergekit_lab.ranges import Count, require
+from mergekit_lab.ranges import Count, Positive, require
 
 _BLOCK_ENTRIES = 1 << 25
 """Entries of `V ∘ v_i` that one block of a Gram matrix holds on a GPU: 256 MiB in float64."""
@@ -49,17 +46,13 @@ class EpiMer(AtomMethod):
     """
 
     rank: Count | None = 32
-    floor: Annotated[float, Gt(0)] = 1e-8
+    floor: Positive = 1e-8
     aggregator: Literal["sum", "mean"] = "sum"
     coordinates: Literal["tagged", "full", "own"] = "tagged"
     normalize: Literal["none", "trace", "norm"] = "none"
 
     side_inputs: ClassVar[tuple[str, ...]] = ("fisher",)
-
-    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
-        weights = super().weigh_experts(experts, name)
-        require(min(weights) >= 0 and sum(weights) > 0, "weights", self.weights, "at least 0, and not all 0")
-        return weights
+    signed = False
 
     def survey(self, stream: Stream) -> Any:
         if self.normalize == "none":

@@ -6,8 +6,6 @@ of a few.
 Legend: `B` matrices `m×n`, `r = min(m, n)`, `k` triplets that are asked for.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -6,18 +6,15 @@ the order of experts; here all are, unless `favor_target`. `mergelm` is what yul
 tanganke/fusion_bench run: the floor is added, and the norm has it too.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from annotated_types import Ge
 from torch import Tensor
 
 from mergekit_lab.errors import InputError, join_names
 from mergekit_lab.merging.contract import Method, Site, Stream
-from mergekit_lab.ranges import require
+from mergekit_lab.ranges import Magnitude, require
 
 
 def sum_fishers(stream: Stream, normalize: str) -> Tensor:
@@ -49,7 +46,7 @@ class Fisher(Method):
     """
 
     preset: Literal["matena", "mergelm"] = "matena"
-    floor: Annotated[float, Ge(0)] = 1e-6
+    floor: Magnitude = 1e-6
     normalize: Literal["none", "trace", "norm"] = "none"
     favor_target: bool = False
 
@@ -57,12 +54,8 @@ class Fisher(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            not self.favor_target or self.preset == "matena",
-            "favor_target",
-            self.favor_target,
-            "False for the preset 'mergelm'",
-        )
+        fits = not self.favor_target or self.preset == "matena"
+        require(fits, "favor_target", self.favor_target, "False for the preset 'mergelm'")
 
     elementwise = True
     propagates = True
@@ -72,9 +65,8 @@ class Fisher(Method):
         if self.normalize == "none":
             return None
         totals = sum_fishers(stream, self.normalize)
-        norms = (totals.sqrt() if self.normalize == "norm" else totals) + self.floor * (
-            self.preset == "mergelm"
-        )
+        norms = totals.sqrt() if self.normalize == "norm" else totals
+        norms = norms + (self.floor if self.preset == "mergelm" else 0.0)
         zero = [expert for expert, norm in zip(stream.experts, norms.tolist(), strict=True) if norm == 0]
         if zero:
             raise InputError(f"the fisher of {join_names(zero)} is 0 everywhere and has no norm to divide by")

@@ -1,7 +1,5 @@
 """Open and check the inputs of a merge. Everything that can be wrong is found here, before any arithmetic."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

@@ -12,8 +12,6 @@ the mean singular value; and a `common` so small that the original's rounding as
 the matrix has is rounded down. Both agree elsewhere to 1e-10.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce

@@ -1,11 +1,17 @@
-"""Which tensors of a merge are worked on together."""
-
-from __future__ import annotations
+"""Which tensors of a merge are worked on together, and the workers that do it, one or several a device."""
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
+from contextlib import nullcontext
+from dataclasses import replace
+from queue import SimpleQueue
 
+import torch
+from torch import Tensor
+
+from mergekit_lab.errors import InputError, join_names, say_error
+from mergekit_lab.machine import count_cores
 from mergekit_lab.merging.blocks import Reader
 from mergekit_lab.merging.contract import Method
 from mergekit_lab.merging.spectral import SpectralMethod
@@ -19,34 +25,42 @@ def plan_jobs(reader: Reader) -> list[list[str]]:
 
     They are the same however many devices share them: a matrix is rounded otherwise in a stack of another size.
     """
-    names, specs = reader.inputs.merged, reader.inputs.base.specs
+    names: Sequence[str] = reader.inputs.merged
+    specs = reader.inputs.base.specs
     method = reader.method
     if reader.device.type == "cpu":
-        return [[name] for name in _order(names, reader)]
+        if isinstance(method, SpectralMethod):  # the cheapest first: a bar moves at once
+            names = sorted(names, key=lambda name: count_work(method, name, specs[name].shape))
+        return [[name] for name in names]
     if isinstance(method, SpectralMethod):
-        alone = [[name] for name in names if name in reader.inputs.stacks]
-        groups: dict[tuple[tuple[int, ...], bool], list[str]] = {}
+        groups: dict[object, list[str]] = {}
         others: list[str] = []
         for name in names:
-            if name in reader.inputs.stacks:
-                continue
             shape = specs[name].shape
-            alike = shape, name in reader.inputs.transposed
-            (groups.setdefault(alike, []) if method.is_matrix(name, shape) else others).append(name)
-        experts = len(reader.experts)
-        stacks = [
-            list(part)
-            for (shape, _), members in groups.items()
-            for part in _chunk(members, STACK_BYTES // (4 * experts * max(1, math.prod(shape))))
-        ]
+            if name in reader.inputs.stacks:
+                groups[name] = [name]
+            elif method.is_matrix(name, shape):
+                groups.setdefault((shape, name in reader.inputs.transposed), []).append(name)
+            else:
+                others.append(name)
+        stacks = []
+        for members in groups.values():
+            step = count_members(reader, specs[members[0]].numel)
+            stacks += [members[start : start + step] for start in range(0, len(members), step)]
 
         def work(part: list[str]) -> int:
             shape = specs[part[0]].shape
             return len(part) * math.prod(shape) * min(shape[-2:])
 
         # the longest first, or several devices would wait for the one that has it
-        return [*sorted([*stacks, *alone], key=work, reverse=True), *_pool(others, reader)]
+        return [*sorted(stacks, key=work, reverse=True), *_pool(others, reader)]
     return _pool(names, reader) if reader.pools else [[name] for name in names]
+
+
+def count_members(reader: Reader, entries: int) -> int:
+    """Matrices of so many entries that are factorized together."""
+    size = 4 * len(reader.experts) * entries
+    return 1 if reader.device.type == "cpu" else max(1, STACK_BYTES // max(1, size))
 
 
 def count_work(method: Method, name: str, shape: Sequence[int]) -> int:
@@ -59,14 +73,6 @@ def count_work(method: Method, name: str, shape: Sequence[int]) -> int:
         return size
     small = min(shape[-2:])
     return small * size + 3 * small**2 * size // max(*shape[-2:], 1)
-
-
-def _order(names: Sequence[str], reader: Reader) -> Sequence[str]:
-    """Where tensors are factorized the cheapest first: a bar moves at once, and has a pace by the longest."""
-    if not isinstance(reader.method, SpectralMethod):
-        return names
-    specs = reader.inputs.base.specs
-    return sorted(names, key=lambda name: count_work(reader.method, name, specs[name].shape))
 
 
 def _pool(names: Sequence[str], reader: Reader) -> list[list[str]]:
@@ -84,7 +90,104 @@ def _pool(names: Sequence[str], reader: Reader) -> list[list[str]]:
     return jobs
 
 
-def _chunk(names: list[str], size: int) -> Iterator[tuple[str, ...]]:
-    iterator = iter(names)
-    while part := tuple(islice(iterator, max(1, size))):
-        yield part
+Results = list[tuple[str, Tensor]]
+Job = Callable[[Reader, list[str]], Results]
+
+
+def _attempt(run: Job, reader: Reader, names: list[str]) -> Results:
+    """A job, with an error that names its tensors where LAPACK gives up."""
+    try:
+        return run(reader, names)
+    except torch.linalg.LinAlgError as error:
+        reader.settle()
+        raise InputError(
+            f"{join_names(names)} cannot be factorized: the task vectors or side inputs are too large, or too "
+            f"far apart in size, for float64 ({say_error(error)})"
+        ) from None
+
+
+def run_jobs(readers: list[Reader], run: Job) -> Iterator[Results]:
+    """The jobs' results as they end. A device has one worker, or several if one cannot keep it busy."""
+    jobs = plan_jobs(readers[0])
+    counts = [count_workers(each) for each in readers]
+    readers = [
+        replace(each) if number else each
+        for number in range(max(counts))
+        for each, count in zip(readers, counts, strict=True)
+        if number < count
+    ]
+    if len(readers) == 1:
+        yield from _run_alone(readers[0], jobs, run)
+        return
+    free: SimpleQueue[tuple[Reader, torch.cuda.Stream | None]] = SimpleQueue()
+    for reader in readers:
+        free.put((reader, _open_stream(reader)))
+
+    def work(job: list[str]) -> Results:
+        reader, stream = free.get()
+        try:
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                result = _attempt(run, reader, job)
+                reader.settle()
+                return result
+        finally:
+            free.put((reader, stream))
+
+    with ThreadPoolExecutor(len(readers), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        flying: set[Future[Results]] = set()
+        try:
+            for job in jobs:
+                flying.add(pool.submit(work, job))
+                if len(flying) > len(readers) + 1:
+                    done, flying = wait(flying, return_when=FIRST_COMPLETED)
+                    yield from (future.result() for future in done)
+            yield from (future.result() for future in as_completed(flying))
+        finally:
+            for future in flying:
+                future.cancel()
+
+
+def _open_stream(reader: Reader) -> torch.cuda.Stream | None:
+    """A stream for a worker whose inputs and results lie in the host's memory, or its transfers would wait for
+    what the device's other workers compute. It begins when the survey, made in another stream, is there."""
+    if not reader.fed or reader.device.type != "cuda":
+        return None
+    torch.cuda.synchronize(reader.device)
+    return torch.cuda.Stream(reader.device)
+
+
+def _run_alone(reader: Reader, jobs: list[list[str]], run: Job) -> Iterator[Results]:
+    """One worker. An accelerator is waited for now and then only: it gets jobs while it works on others."""
+    every = 1 if reader.device.type == "cpu" else _UNSETTLED
+    for number, job in enumerate(jobs, start=1):
+        result = _attempt(run, reader, job)
+        if number % every == 0 or number == len(jobs):
+            reader.settle()
+        yield result
+
+
+_UNSETTLED = 8
+"""Jobs an accelerator is given before their inputs must have been found sound."""
+
+
+def count_workers(reader: Reader) -> int:
+    """Threads on one device: a core each for blocks on a CPU, where torch's own threads would wait for each
+    other; some on an accelerator that is fed from the host, so that reading and arithmetic overlap."""
+    if reader.inputs.computed:
+        return 1
+    cores = count_cores()
+    if reader.device.type == "cpu":
+        return max(1, min(torch.get_num_threads(), cores)) if reader.method.elementwise else 1
+    if not reader.fed:
+        return 1
+    if reader.method.elementwise:
+        return min(FEEDERS, cores)
+    return min(_READERS, cores) if isinstance(reader.method, SpectralMethod) else 1
+
+
+FEEDERS = 8
+"""Workers that feed an accelerator: one copies 2 to 6 GB/s from the host's memory, and the card takes 50."""
+
+
+_READERS = 3
+"""Workers of a matrix method: one factorizes while the others read its next stacks and write its last."""

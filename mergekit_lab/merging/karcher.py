@@ -7,18 +7,14 @@ of the lengths. All iterates are sums of the experts' directions, so they are co
 experts, in float64, and no pass over the tensor is made for them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
-from annotated_types import Ge
 from torch import Tensor
 
 from mergekit_lab.merging.sphere import SphericalMethod
-from mergekit_lab.ranges import Rate, require
+from mergekit_lab.ranges import Natural, Rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +28,10 @@ class Karcher(SphericalMethod):
         weights: `λ_t ≥ 0`, 1 by default.
     """
 
-    steps: Annotated[int, Ge(0)] = 10
+    steps: Natural = 10
     tolerance: Rate = 1e-5
 
-    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
-        weights = super().weigh_experts(experts, name)
-        require(min(weights) >= 0 < max(weights), "weights", self.weights, "at least 0, and not all 0")
-        return weights
+    signed = False
 
     def find_shares(self, name: str, gram: Tensor, weights: Tensor) -> Sequence[float]:
         shares, lengths = weights / weights.sum(), gram.diagonal().sqrt()

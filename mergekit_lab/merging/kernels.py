@@ -3,8 +3,6 @@
 Legend: `T` experts, `n` a flat block's length.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,18 +10,16 @@ apanariello4/core-space-merging does: preset `"paper"`. They differ where magnit
 of different rows are compared, as by TIES' trimming.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from annotated_types import Ge
 
 from mergekit_lab.checkpoints.adapter_writing import LowRankChange
 from mergekit_lab.merging.contract import Method
 from mergekit_lab.merging.subspace import Changes, LeftDirections, MatrixBasis, SubspaceMethod
 from mergekit_lab.merging.ties import TIES
+from mergekit_lab.ranges import Magnitude
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +38,7 @@ class KnOTS(SubspaceMethod):
     """
 
     preset: Literal["paper", "authors"] = "paper"
-    tolerance: Annotated[float, Ge(0)] = 1e-5
+    tolerance: Magnitude = 1e-5
     inner: Method = field(default_factory=TIES)
 
     def find_basis(self, changes: Changes) -> MatrixBasis:

@@ -7,11 +7,8 @@ coefficient 1, and search `b` on validation. Layers are told by the first number
 stack of them counts from 0: the two towers of a CLIP have their own `L`.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +18,6 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Site, Stream
 from mergekit_lab.merging.sparsified import SparsifiedMethod
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
-
-
-class _LayerSurvey(NamedTuple):
-    inner: Any
-    first: float
-    layers: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,20 +45,20 @@ class LiNeS(SparsifiedMethod):
     def sparsify(self, name: str, deltas: Tensor, site: Site) -> Tensor:
         return deltas
 
-    def survey(self, stream: Stream) -> _LayerSurvey:
+    def survey(self, stream: Stream) -> tuple[Any, float, dict[str, int]]:
+        """The inner method's, the factor of the first layer, and how many layers each stack of them has."""
         inner = super().survey(stream)
         first = self._balance(stream, inner) / len(stream.experts) if self.first is None else self.first
-        return _LayerSurvey(inner, first, count_layers(stream.names))
+        return inner, first, count_layers(stream.names)
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        survey: _LayerSurvey = site.survey
-        factor = survey.first
+        survey, factor, layers = site.survey
         if parsed := split_layer(name):
-            last = survey.layers[parsed.stack] - 1
+            last = layers[parsed.stack] - 1
             factor += self.slope * (parsed.layer / last if last else 1.0)
-        elif not survey.layers:
+        elif not layers:
             site.note("lines", "no layers in the names: scaled as the first layer")
-        return super().merge(name, base, deltas, replace(site, survey=survey.inner)) * factor
+        return super().merge(name, base, deltas, replace(site, survey=survey)) * factor
 
     def _balance(self, stream: Stream, survey: Any) -> float:
         """`‖Σ δ_t‖₁ / ‖τ‖₁`."""

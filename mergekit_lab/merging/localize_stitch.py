@@ -10,14 +10,10 @@ the sigmoid's slope: its `l1` strengthens decisions, and so does ours. It leaves
 norm: `exclude` does that here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
-from annotated_types import Ge, Gt
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
@@ -25,7 +21,7 @@ from mergekit_lab.merging.contract import ScaledMethod, Site, Stream
 from mergekit_lab.merging.inputs import Source, open_inputs
 from mergekit_lab.merging.selection import Largest, select_largest
 from mergekit_lab.merging.task_arithmetic import TaskArithmetic
-from mergekit_lab.ranges import Count, Share, check_settings
+from mergekit_lab.ranges import Count, Magnitude, Positive, Share, check_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +38,9 @@ class Localization:
 
     start: Share = 1e-5
     epochs: Count = 10
-    lr: Annotated[float, Gt(0)] = 1e7
-    bias: Annotated[float, Gt(0)] = 5.0
-    l1: Annotated[float, Ge(0)] = 1.0
+    lr: Positive = 1e7
+    bias: Positive = 5.0
+    l1: Magnitude = 1.0
 
     def __post_init__(self) -> None:
         check_settings(Localization, vars(self))

@@ -6,8 +6,6 @@ divided by. Of EMR-Merging the unified vector, every expert's mask in bits, and 
 `checkpoints.low_rank` reads them back and expands them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +31,7 @@ from mergekit_lab.merging.devices import Devices
 from mergekit_lab.merging.dropping import pack_mask
 from mergekit_lab.merging.emr import EMR
 from mergekit_lab.merging.inputs import Source, Sources, open_inputs
-from mergekit_lab.merging.job_workers import run_jobs
+from mergekit_lab.merging.jobs import run_jobs
 from mergekit_lab.merging.spectral import AtomMethod, cap_rank
 from mergekit_lab.merging.stacks import find_stacks
 from mergekit_lab.merging.stream import open_readers, read_stack, survey_model
@@ -148,7 +146,7 @@ def _mask(method: EMR, reader: Reader, name: str, rescalers: Tensor) -> list[tup
     shared = torch.empty(spec.numel, dtype=dtype)
     bits = torch.zeros(experts, count_bytes(spec.shape), dtype=torch.uint8)
     for piece in reader.cut([name]):
-        _, deltas = reader.read(piece, reader.flat)
+        _, deltas = reader.read(piece)
         reader.expect_finite([name], deltas)
         unified, masks = method.unify(reader.make_site(piece).weigh(deltas))
         reader.settle()

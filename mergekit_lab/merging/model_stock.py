@@ -11,8 +11,6 @@ mergekit takes each of its innermost rows, and an output of a Conv1D, stored [in
 input.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -6,16 +6,13 @@ is the point where the tangent space touches, so the result has the direction of
 vectors and the weighted mean of their lengths: this is what runs here, without the detour.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
-from annotated_types import Gt
 from torch import Tensor
 
 from mergekit_lab.merging.sphere import SphericalMethod
+from mergekit_lab.ranges import Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +29,7 @@ class MultiSLERP(SphericalMethod):
     """
 
     normalize: bool = True
-    epsilon: Annotated[float, Gt(0)] = 1e-8
+    epsilon: Positive = 1e-8
     task_vectors: bool = True
 
     def find_shares(self, name: str, gram: Tensor, weights: Tensor) -> Sequence[float]:

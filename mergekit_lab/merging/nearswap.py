@@ -5,15 +5,12 @@ alchemonaut's QuartetAnemoi-70B; arcee-ai/mergekit's `nearswap`. An entry moves 
 it. mergekit's two models are its base and another; here they are the two experts, as for SLERP.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Annotated
 
-from annotated_types import Ge
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Method, Site
+from mergekit_lab.ranges import Magnitude
 
 _NONE = 1e-6
 
@@ -29,7 +26,7 @@ class NearSwap(Method):
     The order of the experts matters.
     """
 
-    t: Annotated[float, Ge(0)] = 1e-4
+    t: Magnitude = 1e-4
 
     elementwise = True
     propagates = True

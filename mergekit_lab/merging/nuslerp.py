@@ -6,8 +6,6 @@ precision of float32; they, and opposite ones, are interpolated linearly. Vector
 direction: theirs is taken for orthogonal.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 arcee-ai/mergekit's `passthrough`: what layers are stacked by, and models are taken apart with.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

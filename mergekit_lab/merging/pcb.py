@@ -7,10 +7,7 @@ duguodong7/pcb-merging (`pcb-merging.py`), whose arithmetic runs here. Magnitude
 above the bound; the merged entry is the mean by these weights. All quantiles are exact, in passes over blocks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,15 +18,6 @@ from mergekit_lab.ranges import Share
 
 _TAIL = 0.0001
 _NO_WEIGHT = 1e-12
-
-
-class _Bounds(NamedTuple):
-    """One number per expert, `[T, 1]`: bounds of magnitudes, and of balances."""
-
-    low: Tensor
-    high: Tensor
-    bound: Tensor
-    most: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +36,8 @@ class PCB(ScaledMethod):
     pools = True
     most = 88  # exp of more overflows
 
-    def survey(self, stream: Stream) -> _Bounds | None:
+    def survey(self, stream: Stream) -> tuple[Tensor, ...] | None:
+        """Lower and upper bound of magnitudes, and of balances; one number per expert, `[T, 1]`."""
         entries = stream.entries
         if not entries:
             return None
@@ -62,11 +51,10 @@ class PCB(ScaledMethod):
         most = torch.full_like(bound, -torch.inf)
         for _, block, _ in balances.read_blocks():
             most = torch.maximum(most, block.amax(dim=1, keepdim=True).to(most))
-        return _Bounds(low, high, bound, most)
+        return low, high, bound, most
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        survey: _Bounds = site.survey
-        low, high, bound, most = (x.to(deltas) for x in survey)
+        low, high, bound, most = (x.to(deltas) for x in site.survey)
         height = (most - bound).where(most > bound, 1)
         weights = _balance(deltas, low, high).sub_(bound).clamp_(min=0).div_(height)
         kept = site.weigh(deltas.sign() * deltas.abs().clamp(low, high))

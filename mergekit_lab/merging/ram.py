@@ -7,17 +7,15 @@ that of its own, to make up for the averaging. The paper counts over the whole m
 `ramplus_tl` tensor by tensor.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from annotated_types import Ge
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Blocks, ScaledMethod, Site, Stream
 from mergekit_lab.merging.selection import run_at_once
+from mergekit_lab.ranges import Magnitude
 
 _NONE = torch.zeros((), dtype=torch.int64)
 
@@ -35,9 +33,9 @@ class RAM(ScaledMethod):
         weights: `λ_t` of what is merged, 1 by default; they do not change what counts as changed.
     """
 
-    epsilon: Annotated[float, Ge(0)] = 1e-5
-    boost: Annotated[float, Ge(0)] = 0.0
-    bound: Annotated[float, Ge(0)] = 0.2
+    epsilon: Magnitude = 1e-5
+    boost: Magnitude = 0.0
+    bound: Magnitude = 0.2
     scope: Literal["model", "tensor"] = "model"
 
     elementwise = True

@@ -9,18 +9,15 @@ a common scale changes nothing, different scales weigh the experts. It inverts w
 of Grams that is singular, to the precision of the data, is an error that names the tensor.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from annotated_types import Ge
 from torch import Tensor
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.contract import Method, Site
-from mergekit_lab.ranges import Proportion
+from mergekit_lab.ranges import Magnitude, Proportion
 
 _SUFFIXES = (".weight", "_weight")
 
@@ -44,7 +41,7 @@ class RegMean(Method):
     """
 
     ratio: Proportion = 1.0
-    ridge: Annotated[float, Ge(0)] = 0.0
+    ridge: Magnitude = 0.0
 
     side_inputs: ClassVar[tuple[str, ...]] = ("gram",)
     by_matrix = True

@@ -5,8 +5,6 @@ merging", section 3; reference: nthehai01/RegMean-plusplus. The arithmetic is Re
 experts, their order of layers and the method, so they are made for one merge, by `curvature.chained_grams`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

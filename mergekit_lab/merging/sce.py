@@ -10,11 +10,9 @@ to less than 1e-6, which in fine-tuned language models is nearly every one, and 
 1e-6. `"paper"` has no such bounds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,11 +23,6 @@ from mergekit_lab.merging.ties import elect
 from mergekit_lab.ranges import Share
 
 _NOTHING = 1e-6
-
-
-class _SCESurvey(NamedTuple):
-    largest: Largest | None
-    shares: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +42,8 @@ class SCE(ScaledMethod):
     elementwise = True
     without_weights = "they follow from the task vectors"
 
-    def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> _SCESurvey:
+    def survey_tensor(self, name: str, entries: int, blocks: Blocks) -> tuple[Largest | None, Tensor]:
+        """The largest variances, and the experts' shares `s` `[T]`."""
         largest = None
         if self.density < 1:
 
@@ -65,14 +59,14 @@ class SCE(ScaledMethod):
         means = squares / entries
         least = _NOTHING if self.preset == "mergekit" else torch.finfo(torch.float64).tiny
         even = means.sum() < least
-        return _SCESurvey(largest, torch.where(even, 1 / len(means), means / torch.where(even, 1, means.sum())))
+        return largest, torch.where(even, 1 / len(means), means / torch.where(even, 1, means.sum()))
 
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        survey: _SCESurvey = site.tensor
-        kept = self._select(deltas, survey.largest, site.offset)
+        largest, shares = site.tensor
+        kept = self._select(deltas, largest, site.offset)
         signs = elect(kept, "mass")
         signs.add_(1 - signs.abs())
-        agreeing = (kept.sign() == signs) * survey.shares.to(kept)[:, None]
+        agreeing = (kept.sign() == signs) * shares.to(kept)[:, None]
         total = agreeing.sum(dim=0)
         if self.preset == "mergekit":
             return (kept * agreeing).sum(dim=0).div_(total.clamp_(min=_NOTHING))

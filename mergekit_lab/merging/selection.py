@@ -3,8 +3,6 @@
 Legend: `T` experts, `*S` a tensor's shape, `n` a flat block's length.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -112,16 +110,13 @@ def _select(
     exact = bits.to(BITS[dtype]).view(dtype)
     below = torch.nextafter(exact, torch.tensor(-math.inf, dtype=dtype))
     each = zip(*(x.split(experts) for x in (exact, below, left, alike)), strict=True)
-    return [
-        Largest(
-            thresholds.tolist(),
-            beneath.tolist(),
-            [math.inf] * experts
-            if with_ties or torch.equal(rooms, equals)
-            else _find_cuts(shares[0], thresholds.tolist(), rooms.tolist(), equals.tolist()),
-        )
-        for thresholds, beneath, rooms, equals in each
-    ]
+    largest = []
+    for thresholds, beneath, rooms, equals in each:
+        cuts = [math.inf] * experts
+        if not with_ties and not torch.equal(rooms, equals):
+            cuts = _find_cuts(shares[0], thresholds.tolist(), rooms.tolist(), equals.tolist())
+        largest.append(Largest(thresholds.tolist(), beneath.tolist(), cuts))
+    return largest
 
 
 WIDE = 1 << 22

@@ -7,8 +7,6 @@ linear. mergekit's two models are its base and another; here they are the two ex
 both started from.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ them out.
 Legend: `T` experts, `*S` a tensor's shape, `n` a flat block's length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter

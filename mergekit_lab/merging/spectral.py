@@ -3,12 +3,10 @@
 Legend: `B` same-shaped matrices `m×n`, `T` experts, `r = min(m, n)`, `k` triplets an expert keeps, `p = kT`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -137,6 +135,28 @@ def weigh(deltas: Tensor, sites: Sequence[Site]) -> Tensor:
     return deltas * torch.stack([site.weights for site in sites])[..., None, None]
 
 
+@dataclass(frozen=True)
+class Atoms:
+    """Rank-one directions of all experts, whitened together.
+
+    `p` atoms a matrix, in the order of the experts, `k` of each: `u_i v_iᵀ` with `u` `[B, m, p]` and `v`
+    `[B, n, p]` whose columns are orthonormal (a partial isometry where the experts' directions are not
+    independent); `sigma` `[B, p]` their singular values.
+    """
+
+    u: Tensor
+    v: Tensor
+    sigma: Tensor
+
+    def lift(self, coordinates: Tensor) -> Tensor:
+        """`U_⊥ diag(d) V_⊥ᵀ` for coordinates `d` `[B, p]`: `[B, m, n]`, in float64."""
+        return (self.u.double() * coordinates.double()[:, None]) @ self.v.double().mT
+
+    def to(self, dtype: torch.dtype) -> Self:
+        """Contiguous, like tensors read from a file, because products round differently in other layouts."""
+        return type(self)(*(x.to(dtype).contiguous() for x in (self.u, self.v, self.sigma)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class AtomMethod(SpectralMethod):
     """Base of the methods whose merged matrices are sums of atoms, which can be stored as such.
@@ -165,28 +185,6 @@ class AtomMethod(SpectralMethod):
     def merge_matrices(self, deltas: Tensor, sites: Sequence[Site]) -> Tensor:
         atoms, coordinates = self.merge_atoms(deltas, sites)
         return atoms.lift(coordinates).to(deltas.dtype)
-
-
-@dataclass(frozen=True)
-class Atoms:
-    """Rank-one directions of all experts, whitened together.
-
-    `p` atoms a matrix, in the order of the experts, `k` of each: `u_i v_iᵀ` with `u` `[B, m, p]` and `v`
-    `[B, n, p]` whose columns are orthonormal (a partial isometry where the experts' directions are not
-    independent); `sigma` `[B, p]` their singular values.
-    """
-
-    u: Tensor
-    v: Tensor
-    sigma: Tensor
-
-    def lift(self, coordinates: Tensor) -> Tensor:
-        """`U_⊥ diag(d) V_⊥ᵀ` for coordinates `d` `[B, p]`: `[B, m, n]`, in float64."""
-        return (self.u.double() * coordinates.double()[:, None]) @ self.v.double().mT
-
-    def to(self, dtype: torch.dtype) -> Atoms:
-        """Contiguous, like tensors read from a file, because products round differently in other layouts."""
-        return Atoms(*(x.to(dtype).contiguous() for x in (self.u, self.v, self.sigma)))
 
 
 def cap_rank(shape: Sequence[int], experts: int, cap: int | None) -> int:

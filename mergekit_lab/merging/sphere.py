@@ -6,8 +6,6 @@ that of entry-by-entry methods.
 Legend: `T` experts, `x_t` what is interpolated of a tensor: the experts `θ_t`, or their task vectors `δ_t`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

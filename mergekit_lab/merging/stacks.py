@@ -12,8 +12,6 @@ A `gate_up_proj` `[E, 2·m, n]` is two matrices per expert, the gate's rows befo
 it is one: gpt-oss interleaves the two.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +20,8 @@ _STACK = re.compile(r"(?P<parent>(?:.*[._])?(?:experts|switch_mlp))\.(?P<leaf>(?
 _LINEAR = re.compile(
     r"(?P<parent>.*)\.(?P<leaf>(?:(?:input|output)_linear|(?:gate|up|gate_up|down)_proj)\.weight)"
 )
+_LEAF = re.compile(r"(.*)[._](weight|bias)")
+"""A module, and the kind of its parameter."""
 _DBRX = re.compile(r"(?P<block>.*)\.experts\.mlp\.(?P<leaf>w1|v1|w2)")
 _PAIRS = {"gate_up_proj": "down_proj", "input_linear": "output_linear", "fc1": "fc2"}
 """What a mixture's experts project up with, gate and all, and what then projects down."""
@@ -56,7 +56,8 @@ def _find_stack(name: str, shape: Sequence[int], shapes: Mapping[str, Sequence[i
     match = _STACK.fullmatch(name) or _LINEAR.fullmatch(name)
     if match is None or len(shape) not in (2, 3) or (len(shape) == 2) != name.endswith("bias"):
         return None
-    module, kind = _split_leaf(match["leaf"])
+    leaf = _LEAF.fullmatch(match["leaf"])
+    module, kind = leaf.groups() if leaf else (match["leaf"], "weight")
     count, *each = shape
     parts = [module]
     gated, transposed = _find_layout(match["parent"], module, shapes) if len(shape) == 3 else (False, False)
@@ -79,15 +80,6 @@ def _find_flat_stack(name: str, shape: Sequence[int], shapes: Mapping[str, Seque
     leaf = {"v1": "w3"}.get(match["leaf"], match["leaf"])
     members = tuple(f"{match['block']}.experts.{number}.{leaf}.weight" for number in range(router[0]))
     return Stack(members, (shape[0] // router[0], shape[1]), transposed=leaf == "w2")
-
-
-def _split_leaf(leaf: str) -> tuple[str, str]:
-    """The module and the kind of parameter that a stack's name says."""
-    for kind in ("weight", "bias"):
-        for end in (f".{kind}", f"_{kind}"):
-            if leaf.endswith(end):
-                return leaf.removesuffix(end), kind
-    return leaf, "weight"
 
 
 def _find_layout(parent: str, module: str, shapes: Mapping[str, Sequence[int]]) -> tuple[bool, bool]:

@@ -6,17 +6,16 @@ jobs in turn, a core or a device each, so that reading, arithmetic and the consu
 memory is bounded by the jobs in flight, never by the model. What comes out does not depend on any of this.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.checkpoints.casting import cast, check_range
@@ -24,12 +23,11 @@ from mergekit_lab.errors import InputError
 from mergekit_lab.merging.blocks import Notes, Reader
 from mergekit_lab.merging.contract import Method, Segment, Site
 from mergekit_lab.merging.devices import Devices, parse_devices, resolve_device
-from mergekit_lab.merging.flat import allocate_result, view_like
 from mergekit_lab.merging.inputs import VARIANCE, Inputs, Source, Sources, open_inputs
-from mergekit_lab.merging.job_workers import Results, count_workers, run_jobs
-from mergekit_lab.merging.jobs import STACK_BYTES
+from mergekit_lab.merging.jobs import STACK_BYTES, Results, count_members, count_workers, run_jobs
 from mergekit_lab.merging.spectral import SpectralMethod
 from mergekit_lab.merging.subspace import Frame, SubspaceMethod
+from mergekit_lab.merging.transfers import allocate_result
 
 
 def _run_job(reader: Reader, names: list[str], survey: Any, dtype: torch.dtype | None) -> Results:
@@ -87,11 +85,11 @@ def _run_stack(reader: Reader, name: str, survey: Any, out: Tensor) -> None:
     method, stack, flat = reader.method, reader.inputs.stacks[name], out.view(-1)
     size, count = math.prod(stack.shape), len(stack.members)
     batched = isinstance(method, SpectralMethod) and method.is_matrix(stack.members[0], stack.shape)
-    step = count_members(reader, name) if batched else 1
+    step = count_members(reader, size) if batched else 1
     for start in range(0, count, step):
         numbers = range(start, min(start + step, count))
         part = Segment(name, start * size, numbers.stop * size)
-        base, deltas = reader.read([part], reader.flat)
+        base, deltas = reader.read([part])
         reader.expect_finite([name], deltas)
         sites = [reader.make_member_site(name, number, survey) for number in numbers]
         reader.settle()
@@ -104,12 +102,6 @@ def _run_stack(reader: Reader, name: str, survey: Any, out: Tensor) -> None:
         reader.expect_finite_result(name, merged)
         target = flat[part.start : part.stop]
         _store(name, target, _add(base, merged.reshape(-1), method.scale, target.dtype))
-
-
-def count_members(reader: Reader, name: str) -> int:
-    """Matrices of a stack that are factorized together."""
-    size = 4 * len(reader.experts) * math.prod(reader.inputs.stacks[name].shape)
-    return 1 if reader.device.type == "cpu" else max(1, STACK_BYTES // max(1, size))
 
 
 @contextmanager
@@ -155,7 +147,7 @@ def _run_blocks(reader: Reader, names: list[str], survey: Any, out: Mapping[str,
             continue
         targets = [_slice(out[segment.name], segment) for segment in piece]
         finest = max((t.dtype for t in targets), key=lambda dtype: torch.finfo(dtype).bits)
-        sums = view_like(_add(base, merged, method.scale, finest), targets)
+        sums = _unflatten_dense_tensors(_add(base, merged, method.scale, finest), targets)
         for name, target, values in zip(members, targets, sums, strict=True):
             check_range(name, values, target.dtype)
         torch._foreach_copy_(targets, sums)
@@ -163,15 +155,14 @@ def _run_blocks(reader: Reader, names: list[str], survey: Any, out: Mapping[str,
 
 def _choose_reader(reader: Reader, names: list[str]) -> Callable[[list[Segment]], tuple[Tensor, Tensor]]:
     """How blocks are read: again in each pass, unless an accelerator has room for all of them."""
-    flat = reader.flat
     size = sum(reader.inputs.base.specs[name].numel for name in names)
     if reader.pools or reader.device.type == "cpu" or size * 4 * (1 + len(reader.experts)) > STACK_BYTES:
-        return partial(reader.read, flat=flat)
+        return reader.read
     held: dict[Segment, tuple[Tensor, Tensor]] = {}
 
     def read(piece: list[Segment]) -> tuple[Tensor, Tensor]:
         if piece[0] not in held:
-            held[piece[0]] = reader.read(piece, flat)
+            held[piece[0]] = reader.read(piece)
         return held[piece[0]]
 
     return read
@@ -241,6 +232,9 @@ def merge_tensors(
     return _generate(inputs, inputs.merged, run_jobs(readers, run), dtype)
 
 
+Lift = Callable[[Frame, list[str], Callable[[list[str], torch.dtype | None], Results]], Results]
+
+
 def merge_coordinates(
     inputs: Inputs, method: SubspaceMethod, device: Devices, notes: Notes | None, lift: Lift | None = None
 ) -> tuple[Frame, Iterator[Results]]:
@@ -256,9 +250,6 @@ def merge_coordinates(
         return merge(names, None) if lift is None else lift(frame, names, merge)
 
     return frame, run_jobs(readers, run)
-
-
-Lift = Callable[[Frame, list[str], Callable[[list[str], torch.dtype | None], Results]], Results]
 
 
 def _lift_into(inputs: Inputs, dtype: torch.dtype | None) -> Lift:
@@ -292,10 +283,8 @@ def open_readers(inputs: Inputs, method: Method, device: Devices, notes: Notes |
 def survey_model(readers: list[Reader]) -> Any:
     """The method's survey, which may be split among the devices, and among some cores of a CPU."""
 
-    def count_shares(reader: Reader) -> int:
-        return min(count_workers(reader), _COUNTING) if reader.device.type == "cpu" else 1
-
-    sharing = tuple(each.device for each in readers for _ in range(count_shares(each)))
+    shares = [min(count_workers(r), _COUNTING) if r.device.type == "cpu" else 1 for r in readers]
+    sharing = tuple(r.device for r, count in zip(readers, shares, strict=True) for _ in range(count))
     return readers[0].method.survey(replace(readers[0], sharing=sharing))
 
 
@@ -307,24 +296,17 @@ def _generate(
     inputs: Inputs, merged: Sequence[str], jobs: Iterator[Results], dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
     """What stays the base's, then what the jobs merge."""
-    others: dict[str, list[str]] = {}
-    for name, first in inputs.tied.items():
-        others.setdefault(first, []).append(name)
 
-    def yield_tied(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        for each in (name, *others.get(name, ())):
-            yield each, tensor
+    def copy_kept() -> Iterator[tuple[str, Tensor]]:
+        changed = {*merged, *inputs.tied}
+        for name, spec in inputs.base.specs.items():
+            if name not in changed:
+                kept = inputs.base[name].clone()
+                yield name, cast(name, kept, dtype) if dtype and spec.dtype.is_floating_point else kept
 
-    changed = set(merged)
-    for name, spec in inputs.base.specs.items():
-        if name not in changed and name not in inputs.tied:
-            kept = inputs.base[name].clone()
-            yield from yield_tied(
-                name, cast(name, kept, dtype) if dtype and spec.dtype.is_floating_point else kept
-            )
-    for results in jobs:
-        for name, tensor in results:
-            yield from yield_tied(name, tensor)
+    for name, tensor in chain(copy_kept(), chain.from_iterable(jobs)):
+        yield name, tensor
+        yield from ((other, tensor) for other, first in inputs.tied.items() if first == name)
 
 
 def merge_state_dicts(

@@ -8,11 +8,10 @@ rank.
 Legend: `T` experts, `m×n` a matrix `[out, in]`, `k`, `l` directions of its basis.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from mergekit_lab.checkpoints import Checkpoint, TensorSpec, find_adapter
 from mergekit_lab.checkpoints.adapter_writing import LowRankChange
 from mergekit_lab.checkpoints.adapters import Folded
-from mergekit_lab.checkpoints.checkpoint import Computed
+from mergekit_lab.checkpoints.checkpoint import Entry, View
 from mergekit_lab.errors import InputError
 from mergekit_lab.merging.factorizations import solve_one
 from mergekit_lab.merging.inputs import Inputs
@@ -47,10 +46,6 @@ class MatrixBasis:
     right: Tensor | None = None
     scales: Tensor | None = None
 
-    @property
-    def lifting(self) -> Tensor:
-        return self.left if self.scales is None else self.left * self.scales
-
     def project(self, change: LowRankChange | Tensor) -> Tensor:
         """The coordinates of a change, `[k, l]`."""
         left = self.left if self.scales is None else self.left / self.scales
@@ -63,7 +58,8 @@ class MatrixBasis:
     def lift(self, coordinates: Tensor) -> LowRankChange:
         """The change that has these coordinates, `[k, l]`."""
         wide = coordinates.to(self.left)
-        return LowRankChange(self.lifting, wide if self.right is None else wide @ self.right.mT)
+        left = self.left if self.scales is None else self.left * self.scales
+        return LowRankChange(left, wide if self.right is None else wide @ self.right.mT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +100,7 @@ class LeftDirections:
 
     def find(self) -> tuple[Tensor, Tensor]:
         """Their left singular vectors `[m, k]` and singular values `[k]`, `k` the smaller side; once."""
-        if self._rows is None:
-            raise ValueError("no matrices")
+        assert self._rows is not None
         rows, self._rows = self._rows, None
         return solve_one(rows.mT, len(rows), overwrite=True)[:2]
 
@@ -143,8 +138,14 @@ class Frame:
                 merged.append(name)
             elif not self._adapters:
                 merged.append(name)
-        experts = {e: _Coordinates(self, inputs, e) for e in inputs.experts}
-        base = _Coordinates(self, inputs, None)
+        specs = {name: TensorSpec(shape, inputs.compute) for name, shape in self.shapes.items()}
+
+        def replace_matrices(model: Checkpoint, read: Callable[[str], Tensor]) -> View:
+            matrices = {name: Entry(spec, partial(read, name)) for name, spec in specs.items()}
+            return View(model, {**model.list_entries(), **matrices})
+
+        experts = {e: replace_matrices(x, partial(self.project, expert=e)) for e, x in inputs.experts.items()}
+        base = replace_matrices(inputs.base, self._make_zeros)
         oriented = inputs.transposed - self.shapes.keys()
         self.inputs = replace(
             inputs, base=base, experts=experts, merged=tuple(merged), transposed=oriented, computed=True
@@ -165,6 +166,10 @@ class Frame:
         basis = self.find_basis(name)
         coordinates = basis.project(self._read_change(name, expert))
         return coordinates.to(self._inputs.base[name].device, self._inputs.compute)
+
+    def _make_zeros(self, name: str) -> Tensor:
+        device = self._inputs.base[name].device
+        return torch.zeros(self.shapes[name], dtype=self._inputs.compute, device=device)
 
     def _read_change(self, name: str, expert: str) -> LowRankChange | Tensor:
         def widen(values: Tensor) -> Tensor:
@@ -187,26 +192,6 @@ class Frame:
     def _orient(self, name: str) -> tuple[int, int]:
         rows, columns = self._inputs.base.specs[name].shape
         return (columns, rows) if name in self._inputs.transposed else (rows, columns)
-
-
-class _Coordinates(Computed):
-    """One expert of the merge of coordinates, or its base: zeros where there are coordinates."""
-
-    def __init__(self, frame: Frame, inputs: Inputs, expert: str | None) -> None:
-        self._origin = inputs.base if expert is None else inputs.experts[expert]
-        projected = {name: TensorSpec(shape, inputs.compute) for name, shape in frame.shapes.items()}
-        specs = {name: projected.get(name, spec) for name, spec in self._origin.specs.items()}
-        super().__init__(self._origin.label, specs, self._origin.files)
-        self._frame, self._expert, self._projected = frame, expert, projected
-
-    def __getitem__(self, name: str) -> Tensor:
-        return super().__getitem__(name) if name in self._projected else self._origin[name]
-
-    def compute(self, name: str) -> Tensor:
-        if self._expert is None:
-            shape, dtype = self._projected[name]
-            return torch.zeros(shape, dtype=dtype, device=self._origin[name].device)
-        return self._frame.project(name, self._expert)
 
 
 def find_plain_adapters(experts: Mapping[str, Checkpoint]) -> dict[str, Folded]:

@@ -3,8 +3,6 @@
 Ilharco et al. 2023, "Editing models with task arithmetic"; reference: mlfoundations/task_vectors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self

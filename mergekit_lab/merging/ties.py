@@ -8,8 +8,6 @@ apanariello4/core-space-merging (the paper's, tensor by tensor), arcee-ai/mergek
 Trimming is exact in a few passes over blocks, whole model or tensor.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,20 +35,18 @@ class Preset:
         aggregator: "mean" or "sum" of the agreeing entries `λ_t δ_t`.
         divisor: of the mean: "count", or "weights": the sum of their `λ_t`.
         coefficient: `α` where none is set.
+
+    The defaults are the paper's.
     """
 
-    whole_model: bool
-    count: Callable[[float, int], int]
+    whole_model: bool = True
+    count: Callable[[float, int], int] = lambda density, entries: min(entries, int(density * entries) + 1)
     weighed_votes: bool = True
-    even_sign: float | None = 1.0
-    zero_majority_sign: float = 0.0
+    even_sign: float | None = None
+    zero_majority_sign: float = -1.0
     aggregator: str = "mean"
     divisor: str = "count"
     coefficient: float = 1.0
-
-
-def _count_from_below(density: float, entries: int) -> int:
-    return min(entries, int(density * entries) + 1)
 
 
 def _count_from_above(density: float, entries: int) -> int:
@@ -62,19 +58,12 @@ def _count_exactly(density: float, entries: int) -> int:
 
 
 PRESETS = {
-    "paper": Preset(whole_model=True, count=_count_from_below, even_sign=None, zero_majority_sign=-1.0),
-    "mergelm": Preset(whole_model=True, count=_count_from_above, even_sign=None),
-    "sum": Preset(
-        whole_model=True,
-        count=_count_from_below,
-        even_sign=None,
-        zero_majority_sign=-1.0,
-        aggregator="sum",
-        coefficient=0.3,
-    ),
-    "core_space": Preset(whole_model=False, count=_count_from_below, even_sign=None, zero_majority_sign=-1.0),
-    "mergekit": Preset(whole_model=False, count=_count_exactly, divisor="weights"),
-    "peft": Preset(whole_model=False, count=_count_exactly, weighed_votes=False),
+    "paper": Preset(),
+    "mergelm": Preset(count=_count_from_above, zero_majority_sign=0.0),
+    "sum": Preset(aggregator="sum", coefficient=0.3),
+    "core_space": Preset(whole_model=False),
+    "mergekit": Preset(whole_model=False, count=_count_exactly, even_sign=1.0, divisor="weights"),
+    "peft": Preset(whole_model=False, count=_count_exactly, even_sign=1.0, weighed_votes=False),
 }
 
 

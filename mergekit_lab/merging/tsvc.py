@@ -6,8 +6,6 @@ those of one matrix, about twice its room; what is no matrix stays whole. Each t
 plus its share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar

@@ -5,8 +5,6 @@ Each expert keeps the top `int(r/T)` singular triplets of each matrix; the conca
 vectors are replaced by their polar factors, which removes the interference between experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -13,19 +13,15 @@ What the gradient is made of does not change from step to step, so a step costs 
 of experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
-from annotated_types import Ge
 from torch import Tensor
 
 from mergekit_lab.merging.contract import Site
 from mergekit_lab.merging.spectral import LayerWeightsMethod, weigh
-from mergekit_lab.ranges import Rate
+from mergekit_lab.ranges import Natural, Rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +36,7 @@ class WUDI(LayerWeightsMethod):
         weights: `λ_t` scales `δ_t` first; 1 by default.
     """
 
-    steps: Annotated[int, Ge(0)] = 300
+    steps: Natural = 300
     lr: Rate = 1e-5
 
     def merge_matrices(self, deltas: Tensor, sites: Sequence[Site]) -> Tensor:

@@ -16,7 +16,7 @@ from mergekit_lab.optim.precision import widen
 from mergekit_lab.optim.saved_weights import SavedWeights
 from mergekit_lab.optim.sharded import take_parts
 from mergekit_lab.optim.wrapper import Closure, WrappedOptimizer
-from mergekit_lab.ranges import Count, Proportion, check_settings
+from mergekit_lab.ranges import Count, Proportion
 
 
 def fold_in(average: list[Tensor], weights: list[Tensor], part: float | Tensor) -> None:
@@ -78,10 +78,6 @@ class Averaging(WrappedOptimizer):
         self.averaged_count = 0
         self._mode = {"training": False}
         self._memory = SavedWeights()
-
-    def validate(self) -> None:
-        super().validate()
-        check_settings(Averaging.begin, vars(self))
 
     @property
     def training(self) -> bool:

@@ -19,8 +19,12 @@ HostSettings = list[dict[str, Any]]
 
 def can_keep_on_device(optimizer: Optimizer, device: torch.device) -> bool:
     """Whether a step of `optimizer` can read everything from `device`."""
-    groups = optimizer.param_groups
-    return all(_can_run(group) and all(p.device == device for p in group["params"]) for group in groups)
+    return all(
+        "lr" in group
+        and ("capturable" in group or bool(group.get("fused")) or _is_open(group))
+        and all(p.device == device for p in group["params"])
+        for group in optimizer.param_groups
+    )
 
 
 def keep_on_device(optimizer: Optimizer, device: torch.device) -> HostSettings:
@@ -41,10 +45,6 @@ def keep_on_device(optimizer: Optimizer, device: torch.device) -> HostSettings:
         if isinstance(step := state.get("step"), Tensor):
             state["step"] = step.to(device, torch.float32)
     return before
-
-
-def _can_run(group: Mapping[str, Any]) -> bool:
-    return "lr" in group and ("capturable" in group or bool(group.get("fused")) or _is_open(group))
 
 
 def _is_open(group: Mapping[str, Any]) -> bool:

@@ -129,7 +129,7 @@ def _encode_order(values: Tensor) -> Tensor:
 
 
 def _decode_order(ordered: Tensor) -> Tensor:
-    """The float32 values that `_to_order` maps to these numbers."""
+    """The float32 values that `_encode_order` maps to these numbers."""
     bits = torch.where(ordered < _SIGN, -ordered - 1, ordered - _SIGN)
     return bits.to(torch.int32).view(torch.float32)
 

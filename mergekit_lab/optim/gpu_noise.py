@@ -39,12 +39,8 @@ def _move(  # type: ignore[no-untyped-def]
     low, high = quad.to(tl.uint32), (quad >> 32).to(tl.uint32)
     one, two, three, four = tl.philox(tl.load(seed), low, high, low * 0, low * 0)
     if LAPLACE:
-        one, two, three, four = (
-            _make_laplace(one),
-            _make_laplace(two),
-            _make_laplace(three),
-            _make_laplace(four),
-        )
+        one, two = _make_laplace(one), _make_laplace(two)
+        three, four = _make_laplace(three), _make_laplace(four)
     else:
         one, two = _make_normal(one, two)
         three, four = _make_normal(three, four)

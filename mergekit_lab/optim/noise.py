@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -79,15 +80,14 @@ def draw_noise(
         Parameters and their draws, pairwise of the same shape. Of sharded parameters both are this process's
         parts. Every process draws the whole, so parts equal those of an unsharded run.
     """
-    generators: dict[torch.device, torch.Generator] = {}
+
+    @cache
+    def find_generator(device: torch.device) -> torch.Generator:
+        return seed if isinstance(seed, torch.Generator) else torch.Generator(device).manual_seed(seed)
+
     for group in _chunk(params):
-        device = group[0].device
-        if device not in generators:
-            generators[device] = (
-                seed if isinstance(seed, torch.Generator) else torch.Generator(device).manual_seed(seed)
-            )
         sizes = [p.numel() for p in group]
-        draws = noise.draw(sum(sizes), generators[device], widen_dtype(group[0]), factor)
+        draws = noise.draw(sum(sizes), find_generator(group[0].device), widen_dtype(group[0]), factor)
         pieces = zip(draws.split(sizes), group, strict=True)
         yield take_parts(group), [take_part(spread_like(piece.view(p.shape), p)) for piece, p in pieces]
 

@@ -1,8 +1,5 @@
 """A copy of the weights while a method has moved them."""
 
-from copy import deepcopy
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -21,11 +18,6 @@ class SavedWeights:
     def __init__(self) -> None:
         self._kept: list[tuple[list[Tensor], list[Tensor]]] = []
         self._memory: dict[Tensor, Tensor] = {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SavedWeights":
-        copied = SavedWeights()
-        copied._kept = deepcopy(self._kept, memo)
-        return copied
 
     @property
     def held(self) -> bool:

@@ -276,25 +276,20 @@ class WrappedOptimizer(GroupSettings):
         if zero:
             self.zero_grad()
         torch.clear_autocast_cache()  # autocast around the whole step would reuse the weights it cast before
-        with ExitStack() as around:
-            around.enter_context(self._number_evaluation(index, fraction))
-            if index > 0:
-                around.enter_context(self._keep_statistics())
-            if not sync:
-                for no_sync in self._find_no_sync():
-                    around.enter_context(no_sync())
-            around.enter_context(torch.enable_grad())
-            loss = closure()
-        self.refuse_sparse_gradients()
-        return loss.detach().clone() if isinstance(loss, Tensor) else loss
-
-    @contextmanager
-    def _number_evaluation(self, index: int, fraction: float) -> Iterator[None]:
         self.evaluation, self.batch_fraction = index, fraction
         try:
-            yield
+            with ExitStack() as around:
+                if index > 0:
+                    around.enter_context(self._keep_statistics())
+                if not sync:
+                    for no_sync in self._find_no_sync():
+                        around.enter_context(no_sync())
+                around.enter_context(torch.enable_grad())
+                loss = closure()
         finally:
             self.evaluation, self.batch_fraction = 0, 1.0
+        self.refuse_sparse_gradients()
+        return loss.detach().clone() if isinstance(loss, Tensor) else loss
 
     @contextmanager
     def _keep_statistics(self) -> Iterator[None]:

@@ -77,12 +77,12 @@ def tabulate_across(records: Iterable[Record], table: str, measure: str = "norma
     by_cell: dict[tuple[str, ...], list[Record]] = defaultdict(list)
     kept: dict[tuple[Any, ...], str] = {}
     for record in shown:
-        cell = tuple(_read_value(record, name) for name in names)
-        by_cell[cell].append(record)
-        where = (*cell, record.task, record.seed)
+        pair = tuple(_read_value(record, name) for name in names)
+        by_cell[pair].append(record)
+        where = (*pair, record.task, record.seed)
         if kept.setdefault(where, record.evaluation_key) != record.evaluation_key:
             raise InputError(
-                f"table={table}: {', '.join(cell)}: {record.task}, seed {record.seed}, has several evaluations "
+                f"table={table}: {', '.join(pair)}: {record.task}, seed {record.seed}, has several evaluations "
                 "that differ outside the table's dimensions: report over fewer runs"
             )
 
@@ -112,8 +112,13 @@ def tabulate_across(records: Iterable[Record], table: str, measure: str = "norma
     what += " (and the value itself)" if notes else ""
     of = "".join(f", {name} {value}" for name, value in fixed.items())
     first = f"{what} in percent on the {part} part{of}{mean_of}."
-    marked = _mark(cells, [row in references for row in rows], [column in references for column in columns])
-    return CrossTable(names, rows, columns, marked, (first, *notes), references)
+    ranked = [line for row, line in zip(rows, cells, strict=True) if row not in references]
+    for j, column in enumerate(columns):
+        marked = mark_best([line[j] for line in ranked])
+        if column not in references and any(cell.mean is not None and not cell.best for cell in marked):
+            for line, cell in zip(ranked, marked, strict=True):
+                line[j] = cell
+    return CrossTable(names, rows, columns, tuple(map(tuple, cells)), (first, *notes), references)
 
 
 def _note_strengths(strengths: Sequence[Sequence[Cell]], names: tuple[str, str]) -> list[str]:
@@ -122,20 +127,6 @@ def _note_strengths(strengths: Sequence[Sequence[Cell]], names: tuple[str, str])
         return note_strengths(cell.mean for row in strengths for cell in row)
     lines = strengths if names[0] == "task" else zip(*strengths, strict=True)
     return [note for line in lines for note in note_strengths(cell.mean for cell in line)][:1]
-
-
-def _mark(
-    cells: Sequence[Sequence[Cell]], reference_rows: Sequence[bool], reference_columns: Sequence[bool]
-) -> tuple[tuple[Cell, ...], ...]:
-    """The best and the second of every column among the mergers, unless these are all equal."""
-    lines = [list(row) for row in cells]
-    ranked = [i for i, reference in enumerate(reference_rows) if not reference]
-    for j, reference in enumerate(reference_columns):
-        column = mark_best([cells[i][j] for i in ranked])
-        if not reference and any(cell.mean is not None and not cell.best for cell in column):
-            for i, cell in zip(ranked, column, strict=True):
-                lines[i][j] = cell
-    return tuple(map(tuple, lines))
 
 
 def parse_table(table: str, measure: str = "normalized") -> tuple[tuple[str, str], dict[str, str]]:

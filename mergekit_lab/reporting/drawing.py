@@ -55,11 +55,6 @@ class Figure:
         kind, file = ("svg+xml", svg) if svg.is_file() else ("png", self.path)
         return f"data:image/{kind};base64,{b64encode(file.read_bytes()).decode('ascii')}"
 
-    @property
-    def chart(self) -> Chart | None:
-        """The figure as Vega-Lite, if it was written next to the picture."""
-        return load_chart(self.path)
-
 
 def save_figure(path: Path, title: str, panels: Sequence[Chart], columns: int = 3) -> Path:
     """Write a figure as `path`, a PNG, and as SVG, PDF and Vega-Lite beside it.
@@ -72,7 +67,8 @@ def save_figure(path: Path, title: str, panels: Sequence[Chart], columns: int = 
     chart = _arrange(panels, columns)
     chart["title"] = {"text": title, "fontSize": 15, "offset": 12}
     write_text(path.with_suffix(SUFFIX), json.dumps(chart, ensure_ascii=False) + "\n")
-    chart["concat"] = [panel | {"layer": list(filter(_is_seen, panel["layer"]))} for panel in chart["concat"]]
+    for panel in chart["concat"]:  # what nobody sees is a place for the mouse
+        panel["layer"] = [layer for layer in panel["layer"] if layer["mark"].get("opacity") != 0]
     titled = vl_convert.vegalite_to_svg(chart, allowed_base_urls=[])
     path.write_bytes(vl_convert.svg_to_png(titled, scale=_SCALE))
     del chart["title"]
@@ -83,11 +79,6 @@ def save_figure(path: Path, title: str, panels: Sequence[Chart], columns: int = 
 
 
 SUFFIX = ".vl.json"
-
-
-def _is_seen(layer: Chart) -> bool:
-    """Whether it is more than a place for the mouse."""
-    return layer["mark"].get("opacity") != 0
 
 
 def _arrange(panels: Sequence[Chart], columns: int) -> Chart:
@@ -139,10 +130,9 @@ def name_files(
     folder: Path, stem: str, groups: Sequence[tuple[str, ...]]
 ) -> list[tuple[Path, tuple[str, ...]]]:
     """A file for every group: numbered, so that equal names stay apart, and named for the reader."""
-    if len(groups) == 1:
-        return [(folder / f"{stem}.png", groups[0])]
     files = []
     for number, group in enumerate(groups, start=1):
         name = re.sub(r"[^A-Za-z0-9_.]+", "-", "-".join(group)).strip("-.")[:60]
-        files.append((folder / (f"{stem}-{number}-{name}.png" if name else f"{stem}-{number}.png"), group))
+        parts = [stem, str(number), name] if len(groups) > 1 else [stem]
+        files.append((folder / f"{'-'.join(filter(None, parts))}.png", group))
     return files

@@ -176,12 +176,10 @@ def chart_plane(
     cell = {"x": across, "y": up, "x2": {"field": "high_a"}, "y2": {"field": "high_b"}}
     layers = [draw_layer({"type": "rect", "invalid": "show"}, None, ends, **cell, color=color, tooltip=tooltip)]
     if box is not None:
-        corners: dict[str, Any] = {
-            axis: {"datum": box[end]} for axis, end in (("x", 0), ("y", 0), ("x2", 1), ("y2", 1))
-        }
+        corners: Chart = {axis: {"datum": box[end]} for axis, end in (("x", 0), ("y", 0), ("x2", 1), ("y2", 1))}
         layers.append(draw_layer({"type": "rect", "filled": False, "stroke": "#D62728"}, **corners))
     if points:
-        where: dict[str, Any] = {axis: encode_quantity(axis) for axis in "xy"}
+        where: Chart = {axis: encode_quantity(axis) for axis in "xy"}
         dot = {"type": "point", "filled": True, "size": 60, "color": "white", "stroke": "black", "opacity": 1}
         named = [{"name": name, "x": x, "y": y} for name, (x, y) in points.items()]
         layers.append(draw_layer(dot, named, **where, tooltip=encode_tooltip(name="at")))

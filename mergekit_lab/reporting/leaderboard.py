@@ -4,6 +4,7 @@ Values are never averaged over anything but seeds, and a mean over tasks is show
 of the group was evaluated, so that two numbers in one column always mean the same thing.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -79,15 +80,13 @@ def _sum_costs(of_row: Sequence[Record], members: Sequence[Record]) -> dict[str,
     if kind not in ("merged", "joint"):
         return {}
     seconds: list[float] = []
-    own = {record.seed: record.model_seconds for record in of_row}
-    for seed, of_seed in own.items():
+    for seed, own in {record.seed: record.model_seconds for record in of_row}.items():
         trained = {r.model_key: r.model_seconds for r in members if r.kind in _MERGED_FROM and r.seed == seed}
-        parts = [of_seed, *(trained.values() if kind == "merged" else ())]
-        known = [part for part in parts if part is not None]
-        seconds += [sum(known)] * (len(known) == len(parts))
+        parts = [own, *(trained.values() if kind == "merged" else ())]
+        seconds.append(sum(math.nan if part is None else part for part in parts))
     peaks = [r.model_peak_memory_bytes for r in of_row if r.model_peak_memory_bytes is not None]
     return {
-        "seconds": mean(seconds) if len(seconds) == len(own) else None,
+        "seconds": None if math.isnan(sum(seconds)) else mean(seconds),
         "peak_bytes": max(peaks, default=None),
     }
 

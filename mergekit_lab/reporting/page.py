@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergekit_lab.errors import say_duration
-from mergekit_lab.reporting.drawing import Figure
+from mergekit_lab.reporting.drawing import Figure, load_chart
 from mergekit_lab.reporting.leaderboard import build_table
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.origin import Origin
@@ -156,7 +156,7 @@ def _embed(figures: Sequence[Figure]) -> tuple[list[dict[str, Any]], list[str]]:
     left_out = []
     room = FIGURE_BYTES
     for figure in sorted(figures, key=lambda each: each.folded):
-        source, chart = figure.source, figure.chart
+        source, chart = figure.source, load_chart(figure.path)
         size = len(source) + (len(json.dumps(chart)) if chart else 0)
         if size > room:
             left_out.append(figure.path.name)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from statistics import mean
-from typing import NamedTuple
 
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.paper_tables import (
@@ -152,13 +151,15 @@ def unite(runs: Iterable[tuple[str, Iterable[Beside]]]) -> tuple[list[Beside], l
     rows: dict[Beside, dict[str, list[float]]] = {}
     unprinted: dict[Beside, str] = {}
     for config, of_run in runs:
+        lines = (line for line in config.splitlines() if not line.startswith(("seed:", "run_dir:")))
+        but_seed = "\n".join(lines)
         for row in of_run:
             cell = replace(row, ours=None, unprinted="")
             measured = rows.setdefault(cell, {})
             if cell not in unprinted or (row.ours is not None and len(measured) == 0):
                 unprinted[cell] = row.unprinted
             if row.ours is not None:
-                measured.setdefault(_drop_seed(config), []).append(row.ours)
+                measured.setdefault(but_seed, []).append(row.ours)
     united, ambiguous = [], []
     for row, measured in rows.items():
         means = sorted(mean(values) for values in measured.values())
@@ -178,10 +179,6 @@ def unite(runs: Iterable[tuple[str, Iterable[Beside]]]) -> tuple[list[Beside], l
     doubts = [f"{DOUBT} Doubtful, {row.source} {row.table}: {row.note}." for row in united if row.note]
     notes += dict.fromkeys(doubts)
     return united, notes
-
-
-def _drop_seed(config: str) -> str:
-    return "\n".join(line for line in config.splitlines() if not line.startswith(("seed:", "run_dir:")))
 
 
 TITLE = "Published numbers and ours"
@@ -206,21 +203,15 @@ def format_numbers(rows: Sequence[Beside]) -> list[tuple[str, ...]]:
     ]
 
 
-class Basis(NamedTuple):
-    """What of a published row is equal, what its source does not print, and what is doubtful."""
-
-    name: str
-    equal: str
-    unprinted: str
-    note: str
-
-
-def list_bases(rows: Iterable[Beside]) -> list[Basis]:
-    """One for every row of a published table; doubts of its columns together."""
+def list_bases(rows: Iterable[Beside]) -> list[dict[str, str]]:
+    """Of every row its `name`, what is `equal`, what is `unprinted`, and a `note` with all doubts."""
     notes_by_row: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         name = f"{row.source} {row.table}, {row.setting}: {display_name(row.row)}"
         notes = notes_by_row.setdefault((name, row.equal, row.unprinted), [])
         if row.note and row.note not in notes:
             notes.append(row.note)
-    return [Basis(*key, "; ".join(notes)) for key, notes in notes_by_row.items()]
+    return [
+        {"name": name, "equal": equal, "unprinted": unprinted, "note": "; ".join(notes)}
+        for (name, equal, unprinted), notes in notes_by_row.items()
+    ]

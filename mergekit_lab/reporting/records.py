@@ -6,7 +6,6 @@ A file of records is JSON Lines: one object a line, every field present, no othe
 import json
 import math
 import os
-import tempfile
 import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -17,6 +16,7 @@ from typing import Any, get_args, get_type_hints
 from pydantic import FiniteFloat
 
 from mergekit_lab.errors import InputError, join_names, suggest
+from mergekit_lab.paths import sync_to_disk
 
 KINDS = ("zero_shot", "expert", "checkpoint", "merged", "joint")
 """What was evaluated, in the order a table shows it."""
@@ -99,12 +99,10 @@ class Record:
                 raise InputError(
                     f"record of task {self.task!r}: {name} is {value}; values are fractions (0..1), not percent"
                 )
-        for name in ("wall_seconds", "model_seconds"):
-            seconds = getattr(self, name)
-            if seconds is not None and not 0.0 <= seconds < math.inf:
-                raise InputError(f"record of task {self.task!r}: {name} is {seconds}")
-        if self.coefficient is not None and not math.isfinite(self.coefficient):
-            raise InputError(f"record of task {self.task!r}: coefficient is {self.coefficient}")
+        for name, least in (("wall_seconds", 0.0), ("model_seconds", 0.0), ("coefficient", -math.inf)):
+            number = getattr(self, name)
+            if number is not None and not (math.isfinite(number) and number >= least):
+                raise InputError(f"record of task {self.task!r}: {name} is {number}")
 
     @property
     def normalized(self) -> float | None:
@@ -156,19 +154,13 @@ def deduplicate(records: Iterable[Record]) -> list[Record]:
 def write_text(path: Path, text: str) -> None:
     """Write `text` so that `path` holds all of it or what it held before, also after a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    partial = path.with_name(f".{os.getpid()}.{path.name}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes files that only their owner can read
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+        partial.write_text(text, encoding="utf-8")
+        sync_to_disk(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
@@ -203,11 +195,7 @@ def strip_controls(text: object) -> str:
     return "".join(c for c in str(text) if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
-_TYPES = {
-    name: get_args(hint) or (hint,)
-    for name, hint in get_type_hints(Record).items()
-    if name in {field.name for field in fields(Record)}
-}
+_TYPES = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(Record).items()}
 
 
 _OPTIONAL = {field.name for field in fields(Record) if field.default is None}

@@ -75,7 +75,9 @@ def compare(
     outcomes = [read_run(run_dir) for run_dir in map(Path, run_dirs)]
     runs = [outcome for outcome in outcomes if isinstance(outcome, RunFiles)]
     failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
-    names = _shorten_names([run.folder for run in runs])
+    names = [run.folder.name for run in runs]
+    if len(set(names)) < len(names):
+        names = [str(run.folder) for run in runs]
     return _write_views(Path(out_dir), dict(zip(names, runs, strict=True)), failures, title, origin)
 
 
@@ -175,12 +177,6 @@ def _list_analyses(folders: Mapping[str, Path]) -> list[Figure]:
         for path in sorted((folder / "analysis").glob("*.png"))
         if path.is_file()
     ]
-
-
-def _shorten_names(folders: Sequence[Path]) -> list[str]:
-    """The folders' names; their whole paths where two names are equal."""
-    names = [folder.name for folder in folders]
-    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 
 
 def _title_groups(runs: Sequence[RunFiles]) -> list[str]:

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +41,8 @@ _JSON: dict[str, Any] = {
     "origin": Origin,
 }
 """Types of what the files `NAME.json` hold, by field of `RunFiles`."""
+_adapt = cache(TypeAdapter)
+"""A type's reader; making one takes milliseconds."""
 FILES_READ = ("failure.json", "records.jsonl", CONFIG, SAMPLES, *(f"{name}.json" for name in _JSON))
 
 
@@ -72,7 +75,8 @@ class RunFiles:
 
     def write(self) -> None:
         """All files but the records'."""
-        _write_samples(self.folder, self.samples)
+        import numpy as np
+
         write_text(self.folder / CONFIG, self.config_yaml)
         for name in _JSON:
             file, content = self.folder / f"{name}.json", getattr(self, name)
@@ -81,6 +85,11 @@ class RunFiles:
             else:
                 text = json.dumps(content, default=asdict, ensure_ascii=False, indent=1)
                 write_text(file, text + "\n")
+        (self.folder / SAMPLES).unlink(missing_ok=True)
+        if self.samples:
+            partial = self.folder / f".{os.getpid()}.{SAMPLES}"
+            np.savez_compressed(partial, **self.samples)
+            partial.replace(self.folder / SAMPLES)
 
 
 def read_run(folder: Path) -> RunFiles | Failure:
@@ -108,18 +117,6 @@ def read_run(folder: Path) -> RunFiles | Failure:
         return Failure(name, str(error))
 
 
-def _write_samples(folder: Path, samples: Samples) -> None:
-    import numpy as np
-
-    (folder / SAMPLES).unlink(missing_ok=True)
-    if samples:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f".{os.getpid()}.{SAMPLES}"
-        arrays: dict[str, Any] = {key: np.asarray(values) for key, values in samples.items()}
-        np.savez_compressed(partial, **arrays)
-        partial.replace(folder / SAMPLES)
-
-
 def _read_samples(folder: Path) -> Samples:
     import numpy as np
 
@@ -139,7 +136,7 @@ def _read_samples(folder: Path) -> Samples:
 def _read_json(file: Path, kind: Any) -> Any:
     """What a file holds, as a value of this type; None if there is no file."""
     try:
-        return TypeAdapter(kind).validate_json(file.read_bytes()) if file.exists() else None
+        return _adapt(kind).validate_json(file.read_bytes()) if file.exists() else None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

@@ -5,59 +5,47 @@ from collections.abc import Sequence
 from mergekit_lab.errors import say_bytes, say_duration
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.reporting.records import Failure, Record
-from mergekit_lab.reporting.tables import Row, Table
+from mergekit_lab.reporting.tables import Table
 
 
 def describe(table: Table, records: Sequence[Record], failures: Sequence[Failure] = ()) -> str:
     """One paragraph of plain text: the axes, the best merger beside its references, what is missing."""
+    failed = [f"{say_count(len(failures), 'failure')}: see the list."] if failures else []
     if not table.rows:
-        return f"No evaluation was recorded. {_say_failures(failures)}".strip()
+        return " ".join(["No evaluation was recorded.", *failed])
     tasks = f"{say_count(len(table.tasks), 'task')} ({', '.join(table.tasks)})"
     merged_with = f"merged with {_enumerate(list(map(display_name, table.mergers)))}" if table.mergers else ""
+    backbones, finetunings, optimizers, seeds = (
+        list(dict.fromkeys(str(getattr(record, name)) for record in records))
+        for name in ("backbone", "finetuning", "optimizer", "seed")
+    )
     checkpoints = list(dict.fromkeys(row.name for row in table.rows if row.kind == "checkpoint"))
     sentences = [
         f"{_enumerate(checkpoints)} were scored on {tasks}{f' and {merged_with}' if merged_with else ''}."
         if checkpoints
-        else f"Experts of {tasks} on {_list_values(records, 'backbone')}, trained with "
-        f"{_list_values(records, 'finetuning')} fine-tuning and {_list_values(records, 'optimizer')} "
-        f"over {say_count(_count_values(records, 'seed'), 'seed')}, were {merged_with or 'not merged'}."
+        else f"Experts of {tasks} on {_enumerate(backbones)}, trained with {_enumerate(finetunings)} "
+        f"fine-tuning and {_enumerate(optimizers)} over {say_count(len(seeds), 'seed')}, were "
+        f"{merged_with or 'not merged'}."
     ]
     merged = [row for row in table.rows if row.kind == "merged" and row.normalized.mean is not None]
     if merged:
         best = max(merged, key=lambda row: row.normalized.mean or 0.0)
+        known = [
+            f"{row.name} {row.average.text} %"
+            for row in table.rows
+            if row.group == best.group and row.kind != "merged" and row.average.mean is not None
+        ]
+        references = f" (in the same group: {', '.join(known)})" if known else ""
         name = best.name + (f" ({', '.join(best.group)})" if best.group else "")
         sentences.append(
             f"The best, {name}, reaches {best.normalized.text} % of its experts' accuracy "
-            f"and {best.average.text} % on average{_say_references(table, best)}."
+            f"and {best.average.text} % on average{references}."
         )
-    if failures:
-        sentences.append(_say_failures(failures))
-    return " ".join(sentences)
-
-
-def _say_references(table: Table, best: Row) -> str:
-    known = [
-        f"{row.name} {row.average.text} %"
-        for row in table.rows
-        if row.group == best.group and row.kind != "merged" and row.average.mean is not None
-    ]
-    return f" (in the same group: {', '.join(known)})" if known else ""
-
-
-def _say_failures(failures: Sequence[Failure]) -> str:
-    return f"{say_count(len(failures), 'failure')}: see the list." if failures else ""
-
-
-def _list_values(records: Sequence[Record], field: str) -> str:
-    return _enumerate(list(dict.fromkeys(str(getattr(record, field)) for record in records)))
+    return " ".join([*sentences, *failed])
 
 
 def _enumerate(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def _count_values(records: Sequence[Record], field: str) -> int:
-    return len({getattr(record, field) for record in records})
 
 
 def say_count(number: int, noun: str) -> str:

@@ -174,14 +174,10 @@ class Table:
         """The rows as flat dicts of names and numbers (0..1): for files and trackers."""
         flat = []
         for row in self.rows:
-            entry: dict[str, Any] = dict(zip(self.axes, row.group, strict=True))
-            entry["model"] = row.label
+            entry: dict[str, Any] = dict(zip(self.axes, row.group, strict=True)) | {"model": row.label}
             for column, cell in zip(self.columns, row.cells, strict=True):
-                entry[column] = cell.mean
-                entry[f"{column} sd"] = cell.sd
-            entry["coefficient"] = row.coefficient
-            entry["reads test inputs"] = row.reads_test_inputs
-            flat.append(entry)
+                entry |= {column: cell.mean, f"{column} sd": cell.sd}
+            flat.append(entry | {"coefficient": row.coefficient, "reads test inputs": row.reads_test_inputs})
         return flat
 
 

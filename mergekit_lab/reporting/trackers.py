@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from mergekit_lab.errors import InputError
 from mergekit_lab.paths import is_stream
@@ -71,10 +71,7 @@ class Start:
     tags: Sequence[str] = ()
 
 
-Log = TypeVar("Log", bound=Callable[..., None])
-
-
-def guard(log: Log) -> Log:
+def guard(log: Callable[..., None]) -> Callable[..., None]:
     """Make a tracker's method do nothing where no run is open, and warn where it fails."""
 
     @wraps(log)
@@ -83,7 +80,7 @@ def guard(log: Log) -> Log:
             with self._warn_of_failures(log.__name__):
                 log(self, *args, **kwargs)
 
-    return cast(Log, log_if_open)
+    return log_if_open
 
 
 class Tracker:
@@ -159,10 +156,8 @@ class CsvTracker(Tracker):
     def _begin(self, start: Start) -> Path:
         start.folder.mkdir(parents=True, exist_ok=True)
         path = start.folder / "metrics.csv"
-        self._columns: list[str] = []
-        if path.exists():
-            self._columns, rows = _read(path)
-            # a run killed in mid-line left a row that would swallow the next one
+        self._columns, rows = _read(path)
+        if self._columns:  # a run killed in mid-line left a row that would swallow the next one
             _rewrite(path, rows, self._columns)
         return path
 
@@ -171,7 +166,7 @@ class CsvTracker(Tracker):
         path = self._open
         row = {"step": step, **{quote_formula(name): value for name, value in metrics.items()}}
         if new := [name for name in row if name not in self._columns]:
-            _rewrite(path, _read(path)[1] if path.exists() else [], [*self._columns, *new])
+            _rewrite(path, _read(path)[1], [*self._columns, *new])
             self._columns += new
         with path.open("a", encoding="utf-8", newline="") as file:
             csv.DictWriter(file, self._columns).writerow(row)
@@ -188,6 +183,8 @@ def _rewrite(path: Path, rows: list[dict[str, str]], columns: list[str]) -> None
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     if is_stream(path):
         raise InputError(f"{path} is a pipe or a device, not a file")
+    if not path.exists():
+        return [], []
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         rows = list(reader)

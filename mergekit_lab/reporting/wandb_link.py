@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +33,16 @@ def link(folders: Iterable[Path], api: Any) -> int:
     """
     lines = [line for folder in folders for line in _read_lines(Path(folder))]
     digests = {line["name"]: line["digest"] for line in lines if line["name"]}
-    runs: dict[str, Any] = {}
-    linked: set[tuple[str, str]] = set()
+    uses: dict[tuple[str, str], str | None] = {}
     for line in lines:
         project = "/".join(filter(None, (line["entity"] or api.default_entity, line["project"])))
-        path = f"{project}/{line['run']}"
         for name in line["uses"]:
-            if (path, name) in linked:
-                continue
-            artifact = _find_artifact(api, f"{project}/{name}", digests.get(name))
-            if path not in runs:
-                runs[path] = api.run(path)
-            runs[path].use_artifact(artifact)
-            linked.add((path, name))
-    return len(linked)
+            uses[f"{project}/{line['run']}", f"{project}/{name}"] = digests.get(name)
+    find_run = cache(api.run)
+    for (run, path), digest in uses.items():
+        artifact = _find_artifact(api, path, digest)
+        find_run(run).use_artifact(artifact)
+    return len(uses)
 
 
 def _read_lines(folder: Path) -> list[dict[str, Any]]:

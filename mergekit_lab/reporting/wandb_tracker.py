@@ -208,7 +208,7 @@ class WandbTracker(Tracker):
 
         settings = wandb.setup().settings
         mode = self.mode or settings.mode
-        if mode != "online" or settings.api_key or _has_key_elsewhere(settings.base_url):
+        if mode != "online" or _has_key(settings):
             return mode
         if self.mode == "online":
             self._warn("mode=online, but no API key is configured; the run is tracked offline")
@@ -225,7 +225,7 @@ def require_key() -> None:
     import wandb
 
     settings = wandb.setup().settings
-    if not settings.api_key and not _has_key_elsewhere(settings.base_url):
+    if not _has_key(settings):
         raise InputError(
             f"no API key of W&B's server {settings.base_url} is configured: run `wandb login`, or set "
             "WANDB_API_KEY (and WANDB_BASE_URL, if the server is your own)"
@@ -253,11 +253,11 @@ def _list_leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def _has_key_elsewhere(base_url: str) -> bool:
-    """Where wandb looks besides its settings: an identity token, or the netrc entry of its server."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+def _has_key(settings: Any) -> bool:
+    """Whether wandb finds a key: in its settings, as an identity token, or in the netrc entry of its server."""
+    if settings.api_key or os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlsplit(base_url).netloc
+    host = urlsplit(settings.base_url).netloc
     # the entry that `wandb login` wrote before the public service moved is still honored by wandb
     hosts = [host, *(["api.wandb.ai"] if host.endswith(".coreweave.com") else [])]
     candidates = [os.environ.get("NETRC"), Path.home() / ".netrc", Path.home() / "_netrc"]

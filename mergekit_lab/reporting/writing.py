@@ -80,25 +80,19 @@ def quote_formula(text: str) -> str:
 def to_latex(table: Table | CrossTable) -> str:
     """A `booktabs` table: groups apart, in each the best of a column bold, the second underlined."""
     sheet = table.make_sheet()
+
+    def join(names: Iterable[str], cells: Iterable[str], texts: Iterable[str]) -> str:
+        return " & ".join([*map(_escape_latex, names), *cells, *map(_escape_latex, texts)]) + " \\\\\n"
+
+    head = join(sheet.names, map(_escape_latex, sheet.columns), sheet.texts)
     bodies = [
-        "".join(
-            " & ".join(
-                [
-                    *map(_escape_latex, line.names),
-                    *map(_write_latex_cell, line.cells),
-                    *map(_escape_latex, line.texts),
-                ]
-            )
-            + " \\\\\n"
-            for line in group
-        )
+        "".join(join(line.names, map(_write_latex_cell, line.cells), line.texts) for line in group)
         for group in sheet.groups
     ]
     columns = "l" * len(sheet.names) + "r" * len((*sheet.columns, *sheet.texts))
-    heads = " & ".join(map(_escape_latex, (*sheet.names, *sheet.columns, *sheet.texts)))
     comment = "".join(f"% {line}\n" for line in " ".join(sheet.notes).splitlines())
     return (
-        f"{comment}\\begin{{tabular}}{{{columns}}}\n\\toprule\n{heads} \\\\\n\\midrule\n"
+        f"{comment}\\begin{{tabular}}{{{columns}}}\n\\toprule\n{head}\\midrule\n"
         + "\\midrule\n".join(bodies)
         + "\\bottomrule\n\\end{tabular}\n"
     )

@@ -1,53 +1,62 @@
-"""What a run's settings must agree on before it begins."""
+"""What a `Run`'s settings must agree on before it begins. All of these raise `InputError`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from mergekit_lab.backbones import LanguageModel
 from mergekit_lab.errors import InputError, join_names, suggest
-from mergekit_lab.runs.mergers import Merger
 from mergekit_lab.schema.stages import list_stages
-from mergekit_lab.training import TrainingSettings
+
+_LACK = "lm-evaluation-harness's tasks score models, and have no part to learn or choose from"
 
 
-def check_task_names(tasks: Sequence[str], optimizer_of: Iterable[str], epochs_of: Mapping[str, float]) -> None:
+def check_tasks(run: Any) -> None:
+    """The tasks are such as the run's settings name, its backbone learns, and its stages read."""
+    if not run.tasks:
+        raise InputError("the suite has no tasks")
+    _check_scoring(run)
+    if run.has_harness and not isinstance(run.backbone, LanguageModel):
+        raise InputError(
+            "lm-evaluation-harness asks models that continue a text, and this backbone is a "
+            f"{type(run.backbone).__name__}: set backbone=hf_causal, or hf_seq2seq for encoder-decoders"
+        )
+    for task in run.tasks.values():
+        run.backbone.check(task)
+    _check_names(run)
+    _check_shares(run)
+
+
+def _check_names(run: Any) -> None:
     """Options of single tasks name tasks of the run.
 
     `training.epochs_of` may also name tasks that the run leaves out, as a suite's recipe does for a part of it.
     A name that is near a task without epochs of its own is a slip.
-
-    Raises:
-        InputError: one names no task.
     """
+    tasks, epochs_of = list(run.tasks), run.training.epochs_of or {}
     without = [task for task in tasks if task not in epochs_of]
     slips = [name for name in epochs_of if name not in tasks and get_close_matches(name, without)]
     if epochs_of and not any(name in tasks for name in epochs_of):
         slips = list(epochs_of)
-    for name in [*(name for name in optimizer_of if name not in tasks), *slips]:
+    for name in [*(name for name in run.cfg.optimizer_of if name not in tasks), *slips]:
         raise InputError(f"{name!r} is not a task of this run{suggest(name, tasks)}")
 
 
-def check_shares(
-    training: TrainingSettings, strategy: str, processes: int, tasks_in_a_batch: int, packing: bool
-) -> None:
-    """Processes that train together wait for each other at every micro-batch: they need equally many.
-
-    Raises:
-        InputError: a batch cannot be shared equally.
-    """
+def _check_shares(run: Any) -> None:
+    """Processes that train together wait for each other at every micro-batch: they need equally many."""
+    strategy, processes, accumulate = run.trainer.strategy, run.processes, run.training.accumulate
     if strategy == "auto":
         return
-    share = max(1, training.batch_size // tasks_in_a_batch)
-    accumulate = training.accumulate
+    share = max(1, run.training.batch_size // (len(run.learned) if run.cfg.joint else 1))
     if share < processes or (accumulate > 1 and share % (processes * accumulate)):
         raise InputError(
             f"trainer={strategy}: {processes} processes with training.accumulate={accumulate} cannot share "
             f"{share} samples per task evenly: make training.batch_size a multiple of "
             f"{processes * accumulate} per task (a batch of the joint model has all tasks)"
         )
-    if accumulate > 1 and packing:
+    if accumulate > 1 and run.plain["backbone"].get("packing"):
         raise InputError(
             "with backbone.packing, processes get different numbers of rows, so "
             f"training.accumulate={accumulate} would make different numbers of micro-batches: set it to 1, "
@@ -55,20 +64,10 @@ def check_shares(
         )
 
 
-_LACK = "lm-evaluation-harness's tasks score models, and have no part to learn or choose from"
-
-
-def check_scoring(cfg: Any, learned: Sequence[str]) -> None:
-    """What only scores teaches nothing: lm-evaluation-harness's tasks, and a run of `models`.
-
-    Args:
-        learned: the tasks that have parts to learn and choose from.
-
-    Raises:
-        InputError: the run wants more of them.
-    """
-    scored_alone = cfg.models is not None or len(learned) < len(cfg.suite.tasks)
-    if scored_alone and "analyze" in list_stages(cfg):
+def _check_scoring(run: Any) -> None:
+    """What only scores teaches nothing: lm-evaluation-harness's tasks, and a run of `models`."""
+    cfg = run.cfg
+    if (cfg.models is not None or run.has_harness) and "analyze" in list_stages(cfg):
         raise InputError(
             "analyses read the data of tasks that experts learned: leave models= and suite=lm_eval out"
         )
@@ -78,7 +77,7 @@ def check_scoring(cfg: Any, learned: Sequence[str]) -> None:
                 "models= are scored as they are: leave experts and mergers out, and set joint=false "
                 "(+experiment=evaluate_checkpoints does)"
             )
-    elif learned:
+    elif run.learned:
         return
     elif not isinstance(cfg.experts, Mapping):
         raise InputError(
@@ -89,29 +88,25 @@ def check_scoring(cfg: Any, learned: Sequence[str]) -> None:
         raise InputError(f"{_LACK}: set joint=false and objective=null, or add texts=[a.csv,b.csv]")
 
 
-def check_mergers(mergers: Mapping[str, Merger], *, learns: bool, has_harness: bool) -> None:
-    """Lm-evaluation-harness's tasks score one model on all, and nothing of a merge is chosen or read on them.
-
-    Args:
-        learns: the run has tasks that are learned.
-        has_harness: it has lm-evaluation-harness's.
-
-    Raises:
-        InputError: a merger wants more.
-    """
-    for label, merger in mergers.items():
-        if merger.searched and not learns:
+def check_units(run: Any) -> None:
+    """Mergers want no more than the run's tasks have, and `only` names what is there."""
+    for label, merger in run.mergers.items():
+        if merger.searched and not run.learned:
             raise InputError(
                 f"{_LACK}, and {label}'s coefficient is open: search.coefficients=[] takes each method's "
                 "default, merger.coefficient=… sets one, texts=[a.csv,b.csv] has parts to choose on"
             )
-        if merger.method.side_inputs and not learns:
+        if merger.method.side_inputs and not run.learned:
             raise InputError(
                 f"{_LACK}, and {label} reads {join_names(merger.method.side_inputs)} of training parts: leave "
                 "it out, or add texts=[a.csv,b.csv]"
             )
-        if merger.method.by_task and has_harness:
+        if merger.method.by_task and run.has_harness:
             raise InputError(
                 f"mergers.{label}: {type(merger.method).__name__} makes a model for every expert's task, and "
                 "suite=lm_eval scores one model on all: leave it out"
             )
+    units = [*dict.fromkeys([*run.experts, *run.tasks]), *run.mergers, "+joint"]
+    for name in run.only or ():
+        if name not in units:
+            raise InputError(f"only names {name!r}{suggest(name, units)}")

@@ -36,13 +36,7 @@ _NOT_IDENTIFYING = {
 
 
 def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: list[str]) -> float | None:
-    """Run the stages that the configuration names.
-
-    Args:
-        cfg: the composed configuration.
-        folder: where the report goes.
-        choices: the option taken of each group.
-        overrides: as on the command line; kept beside the error if the run fails.
+    """Run the stages that the configuration names; arguments are as `programs.start` takes them.
 
     Returns:
         What the configuration asks for as `objective`; None where it asks for nothing, or plans.
@@ -179,7 +173,7 @@ def _track(run: Run, job: str) -> Iterator[None]:
         group=run.choices.get("experiment") or run.plain["suite"]["name"],
         job_type=job,
         identity=make_key({"job": job, "configuration": deciding}),
-        tags=[run.choices.get("backbone", ""), run.optimizer_name, *mergers],
+        tags=[run.choices.get("backbone", ""), run.name_optimizer(), *mergers],
     )
     run.tracker.start(start)
     try:

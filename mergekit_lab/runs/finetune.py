@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
@@ -233,25 +234,19 @@ def _make_fit(run: Run, pilots: Sequence[Node]) -> Mapping[str, Any]:
         train_pilots(run)
     files = [(node.unit or "", run.need(node).find_file(MODEL)) for node in pilots]
     experts = [open_checkpoint(file, task) for task, file in files]
-    wholes = [_TaskVector(expert, run.base_state, list(run.base_state)) for expert in experts]
-    changed = [name for name in run.base_state if any(bool(whole[name].any()) for whole in wholes)]
-    vectors = [_TaskVector(expert, run.base_state, changed) for expert in experts]
+    base = run.base_state
+    changed = [n for n, tensor in base.items() if any(not torch.equal(expert[n], tensor) for expert in experts)]
+    vectors = [_TaskVector(expert, base, changed) for expert in experts]
     return asdict(fit_offset(vectors, run.cfg.optimizer.distribution))
 
 
-class _TaskVector(Mapping[str, Tensor]):
-    """An expert's change of the base by name, read when it is asked for."""
+@dataclass(frozen=True)
+class _TaskVector:
+    """An expert's change of the base, each tensor when it is asked for."""
 
-    def __init__(self, expert: Checkpoint, base: Mapping[str, Tensor], names: Sequence[str]) -> None:
-        self.expert = expert
-        self.base = base
-        self.names = names
+    expert: Checkpoint
+    base: Mapping[str, Tensor]
+    names: Sequence[str]
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self.expert[name] - self.base[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self.expert[name] - self.base[name] for name in self.names)

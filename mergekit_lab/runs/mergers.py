@@ -51,15 +51,11 @@ class Merger:
     @property
     def coefficient(self) -> float | None:
         """The method's own coefficient; None if it has none."""
-        return _read_coefficient(self.method)
-
-
-def _read_coefficient(method: Method) -> float | None:
-    inner = getattr(method, "inner", None)
-    if inner is not None:
-        return _read_coefficient(inner)
-    value = getattr(method, "coefficient", ())
-    return method.scale if value is None or isinstance(value, int | float) else None
+        inmost = self.method
+        while hasattr(inmost, "inner"):
+            inmost = inmost.inner
+        value = getattr(inmost, "coefficient", ())
+        return inmost.scale if value is None or isinstance(value, int | float) else None
 
 
 def build_mergers(nodes: Mapping[str, DictConfig], search: Search, tasks: Sequence[str]) -> dict[str, Merger]:

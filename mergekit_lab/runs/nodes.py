@@ -66,15 +66,19 @@ class Node:
         """`KIND-KEY`."""
         return f"{self.kind}-{self.key}"
 
-    def describe_product(
-        self, artifact: Artifact, inputs: tuple[str, ...], settings: Mapping[str, Any]
-    ) -> Product:
+    def describe_product(self, run: Any, artifact: Artifact, inputs: tuple[str, ...]) -> Product:
         """The artifact as trackers show it: a name, a sentence, and what it can be compared by.
 
         Args:
             inputs: references of the products that it was made of.
-            settings: of the run, `optimizer` and `seed` among them.
         """
+        settings = {
+            "backbone": run.choices.get("backbone"),
+            "suite": run.plain["suite"]["name"],
+            "finetuning": run.choices.get("finetuning"),
+            "optimizer": "imported" if run.cfg.experts else run.name_optimizer(self.unit),
+            "seed": run.seed,
+        }
         words = [word for word in self.label.split() if word not in ("the", "of", "on", "offsets")]
         name = "-".join([*words, settings["optimizer"], f"s{settings['seed']}"])
         description = ", ".join(f"{setting} {value}" for setting, value in settings.items())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,13 +17,13 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from mergekit_lab.errors import InputError, say_duration
+from mergekit_lab.reporting.summary import say_count
 from mergekit_lab.runs.curvature import list_curvature_nodes, list_kinds
 from mergekit_lab.runs.finetune import declare_fit, finetune_nodes
 from mergekit_lab.runs.graph import list_nodes
 from mergekit_lab.runs.nodes import Node, walk
 from mergekit_lab.runs.run import Run
 from mergekit_lab.schema.run import count_evaluations_a_step, wants_fit
-from mergekit_lab.store import Store
 
 
 @dataclass(frozen=True)
@@ -40,24 +40,18 @@ class Work:
 
 
 def describe_plan(runs: Sequence[Run]) -> str:
-    """What all these runs would compute, each artifact once; see `format_plan`."""
+    """What all these runs would compute, each artifact once.
+
+    Returns:
+        A table: kind, how many, how many of them are in the store, seconds for the rest.
+    """
     nodes: dict[str, Node] = {}
-    made: set[str] = set()
+    stored: set[str] = set()
     for run in runs:
         for node in list_nodes(run):
             if nodes.setdefault(node.name, node) is node and run.find(node):
-                made.add(node.name)
-    return format_plan(nodes, made, runs[0].store, len(runs))
-
-
-def format_plan(nodes: Mapping[str, Node], made: Collection[str], store: Store, runs: int) -> str:
-    """A table: kind, how many, how many of them are in the store, seconds for the rest.
-
-    Args:
-        nodes: by name.
-        made: names of those in the store.
-        runs: how many want them.
-    """
+                stored.add(node.name)
+    store = runs[0].store
     try:
         artifacts = list(store.list_artifacts())
     except InputError:  # of what others made only the times are wanted
@@ -69,7 +63,7 @@ def format_plan(nodes: Mapping[str, Node], made: Collection[str], store: Store, 
     total, open_ended = 0.0, False
     for kind in sorted(depths, key=depths.__getitem__):
         names = [name for name, node in nodes.items() if node.kind == kind]
-        guesses = [estimate_seconds(nodes[name], artifacts) for name in names if name not in made]
+        guesses = [estimate_seconds(nodes[name], artifacts) for name in names if name not in stored]
         known = [guess for guess in guesses if guess is not None]
         open_ended = open_ended or len(known) < len(guesses)
         total += sum(known)
@@ -81,7 +75,7 @@ def format_plan(nodes: Mapping[str, Node], made: Collection[str], store: Store, 
     summary = f"In all about {say_duration(total)} on one device, by the times of earlier runs{end}."
     if open_ended and not total:
         summary = "The time is unknown: nothing like this was made here before."
-    return "\n".join([f"{runs} run{'s' if runs > 1 else ''}, store {store.root}", *lines, summary])
+    return "\n".join([f"{say_count(len(runs), 'run')}, store {store.root}", *lines, summary])
 
 
 def plan_shared_training(runs: Sequence[Run]) -> list[Work]:

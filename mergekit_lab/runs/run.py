@@ -18,18 +18,18 @@ from omegaconf import DictConfig, OmegaConf
 from rich.progress import track
 from torch import Tensor, nn
 
-from mergekit_lab.backbones import Backbone, LanguageModel, Objective, Parametrization
+from mergekit_lab.backbones import Backbone, Objective, Parametrization
 from mergekit_lab.checkpoints import open_checkpoint
 from mergekit_lab.compiled import compile_model
 from mergekit_lab.digests import Version
-from mergekit_lab.errors import InputError, suggest
+from mergekit_lab.errors import InputError
 from mergekit_lab.memory import read_free_memory, read_total_memory
 from mergekit_lab.merging import resolve_device
 from mergekit_lab.merging.devices import parse_devices
-from mergekit_lab.merging.flat import send_whole
+from mergekit_lab.merging.transfers import send_whole
 from mergekit_lab.paths import find_default_store
 from mergekit_lab.reporting import Timing, Tracker
-from mergekit_lab.runs.checks import check_mergers, check_scoring, check_shares, check_task_names
+from mergekit_lab.runs.checks import check_tasks, check_units
 from mergekit_lab.runs.given_up import give_up, read_reason
 from mergekit_lab.runs.keeper import StoreKeeper
 from mergekit_lab.runs.mergers import build_mergers
@@ -105,20 +105,17 @@ class Run:
         named = list(plain["experts"]) if isinstance(plain["experts"], dict) else []
         self.experts: list[str] = [] if self.models else self.learned or named
         """Names of the experts: their tasks', or given ones where nothing is learned."""
-        self._check()
+        check_tasks(self)
         mergers = dict(cfg.mergers)
         if cfg.merger is not None:
             mergers = {choices.get("merger") or "merger": cfg.merger}
         self.mergers = build_mergers(mergers, self.search, self.experts)
         self.only: list[str] | None = plain["only"]
-        check_mergers(self.mergers, learns=bool(self.learned), has_harness=self.has_harness)
-        units = [*dict.fromkeys([*self.experts, *self.tasks]), *self.mergers, "+joint"]
-        for name in self.only or ():
-            if name not in units:
-                raise InputError(f"only names {name!r}{suggest(name, units)}")
+        check_units(self)
         self.tracker = build(cfg.logger, Tracker)
         self.timings: dict[str, Timing] = {}
-        self.made: set[str] = set()
+        self.new_keys: set[str] = set()
+        """Of artifacts that this run made, in this process or in a worker."""
         self.arguments: Sequence[str] = ()
         """Overrides, as on the command line."""
         self.nodes: dict[Any, Node] = {}
@@ -128,11 +125,10 @@ class Run:
         self._objectives: dict[str, Objective] = {}
         self.moved: dict[HeldKey, State] = {}
         """Files of artifacts that stay on the device for the next merge, and the base, of no file."""
-        self._pool: Pool | None = None
         self._compiled: nn.Module | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _remake, (pickle.dumps((self.plain, self.folder, dict(self.choices))),)
+        return _make_in_worker, (pickle.dumps((self.plain, self.folder, dict(self.choices))),)
 
     def _build(self, node: DictConfig, kind: type) -> Any:
         """What a node makes, shared, with the store to keep things in if it wants one."""
@@ -143,26 +139,6 @@ class Run:
         if getattr(built, "keep", "") is None:
             return replace(built, keep=StoreKeeper(self.store, self.cfg.images_limit_gb, self.device))
         return built
-
-    def _check(self) -> None:
-        if not self.tasks:
-            raise InputError("the suite has no tasks")
-        check_scoring(self.cfg, self.learned)
-        if self.has_harness and not isinstance(self.backbone, LanguageModel):
-            raise InputError(
-                "lm-evaluation-harness asks models that continue a text, and this backbone is a "
-                f"{type(self.backbone).__name__}: set backbone=hf_causal, or hf_seq2seq for encoder-decoders"
-            )
-        for task in self.tasks.values():
-            self.backbone.check(task)
-        check_task_names(list(self.tasks), self.cfg.optimizer_of, self.training.epochs_of or {})
-        check_shares(
-            self.training,
-            self.trainer.strategy,
-            self.processes,
-            len(self.learned) if self.cfg.joint else 1,
-            bool(self.plain["backbone"].get("packing")),
-        )
 
     def open_backbone(self, source: str) -> Backbone:
         """The run's backbone with the weights of another checkpoint, which may be of another architecture."""
@@ -177,26 +153,31 @@ class Run:
         """
         cfg: Any = OmegaConf.merge(self.cfg, changes)
         run = Run(cfg, self.folder, self.choices, self._shared)
-        run.tracker, run.made, run._counts, run.only = Tracker(), self.made, self._counts, self.only
+        run.tracker, run.new_keys, run._counts, run.only = Tracker(), self.new_keys, self._counts, self.only
         if not changes.keys() & {"backbone", "finetuning", "device"}:
             built = {name: value for name, value in vars(self).items() if name in ("model", "base_state")}
             vars(run).update(built)
         return run
 
-    @property
-    def optimizer_name(self) -> str:
-        """What records call the optimizer: its option, its base unless AdamW, and those of single tasks."""
+    def name_optimizer(self, task: str | None = None) -> str:
+        """What records call a task's optimizer, if it has its own; else the run's: its option, its base unless
+        AdamW, and those of single tasks."""
+        own = {t: self.choices.get(f"optimizer@optimizer_of.{t}", "other") for t in self.cfg.optimizer_of}
+        if task in own:
+            return own[task]
         base = self.choices.get("optimizer@optimizer.base", "adamw")
         name = self.choices["optimizer"] + (f" over {base}" if base != "adamw" else "")
-        return ", ".join([name, *(f"{self._name_optimizer(task)} {task}" for task in self.cfg.optimizer_of)])
-
-    def _name_optimizer(self, task: str) -> str:
-        return self.choices.get(f"optimizer@optimizer_of.{task}", "other")
+        return ", ".join([name, *(f"{option} {each}" for each, option in own.items())])
 
     @property
     def processes(self) -> int:
         """How many processes train one expert together."""
         return self.trainer.processes or len(self.devices)
+
+    @cached_property
+    def pool(self) -> Pool:
+        """Worker processes, one a device."""
+        return Pool(self.devices)
 
     @cached_property
     def base_content(self) -> dict[str, Any]:
@@ -299,10 +280,9 @@ class Run:
                 give_up(node.name, f"{node.label} ({node.kind} {node.key}) could not be made in {self.folder}, "
                         f"once for all jobs of this sweep that need it: {error}")  # fmt: skip
             raise
-        made = not artifact.reused or artifact.key in self.made
-        self._counts["computed" if made else "reused"] += 1
         if not artifact.reused:
-            self.made.add(artifact.key)
+            self.new_keys.add(artifact.key)
+        self._counts["computed" if artifact.key in self.new_keys else "reused"] += 1
         self._log_product(node, artifact)
         return artifact
 
@@ -316,13 +296,13 @@ class Run:
             title: of a bar; None: their makers show their own.
         """
         if stage is not None and len(self.devices) > 1:
-            self._spread(stage, nodes)
+            spread(self, stage, nodes)
         mine = [node for node in nodes if self.is_mine(node.unit)]
         for node in mine if title is None else self.track(mine, title):
             artifact = self.obtain(node)
             for step, point in enumerate(node.list_points(artifact)):
                 self.tracker.log({f"{node.unit}/{name}": value for name, value in point.items()}, step)
-            worker_said = artifact.reused and artifact.key in self.made
+            worker_said = artifact.reused and artifact.key in self.new_keys
             if node.say is not None and not worker_said:
                 log.info("%s", node.say(artifact))
 
@@ -333,16 +313,7 @@ class Run:
     def _log_product(self, node: Node, artifact: Artifact) -> None:
         """Tell the tracker of an artifact, and of those it was made of that it knows."""
         inputs = tuple(filter(None, (self._logged.get(each.name) for each in node.needs)))
-        unit = node.unit or ""
-        optimizer = self._name_optimizer(unit) if unit in self.cfg.optimizer_of else self.optimizer_name
-        settings = {
-            "backbone": self.choices.get("backbone"),
-            "suite": self.plain["suite"]["name"],
-            "finetuning": self.choices.get("finetuning"),
-            "optimizer": "imported" if self.cfg.experts else optimizer,
-            "seed": self.seed,
-        }
-        product = node.describe_product(artifact, inputs, settings)
+        product = node.describe_product(self, artifact, inputs)
         self._logged[node.name] = product.reference
         self.tracker.log_product(product)
 
@@ -359,23 +330,11 @@ class Run:
         finally:
             self.only = before
 
-    def _spread(self, stage: Callable[[Run], None], nodes: Sequence[Node]) -> None:
-        """Make missing nodes in worker processes. A single unit is left to this one."""
-        missing = [node.unit for node in nodes if node.unit and self.is_mine(node.unit) and not self.find(node)]
-        units = sorted(dict.fromkeys(missing), key=lambda unit: unit != "+joint")  # which takes longest
-        if len(units) < 2:
-            return
-        if self._pool is None:
-            self._pool = Pool(self.devices)
-        device = "cuda:0" if self.device.type == "cuda" else "cpu"
-        run = self.vary({"device": device, "progress": False})
-        self.made |= spread(self._pool, run, stage, units, progress=self.plain["progress"])
-
     def close(self) -> None:
         """End the processes on other devices."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        if "pool" in vars(self):
+            self.pool.close()
+            del self.pool
 
     @contextmanager
     def time_stage(self, stage: str) -> Iterator[None]:
@@ -389,9 +348,8 @@ class Run:
 
 
 @lru_cache(maxsize=1)
-def _remake(content: bytes) -> Run:
-    """In a worker: the run, with the objects that an earlier job of the same run left; trackers do not hear of
-    it."""
+def _make_in_worker(content: bytes) -> Run:
+    """The run, with the objects that an earlier job of the same run left. Trackers do not hear of it."""
     logging.basicConfig(format=f"{_ERASE if sys.stdout.isatty() else ''}%(message)s", stream=sys.stdout)
     plain, folder, choices = pickle.loads(content)
     run = Run(OmegaConf.create(plain), folder, choices)

@@ -4,50 +4,43 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from typing import Any
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.workers import Pool, import_ahead
-
-if TYPE_CHECKING:
-    from mergekit_lab.runs.run import Run
+from mergekit_lab.runs.nodes import Node
+from mergekit_lab.workers import import_ahead
 
 log = logging.getLogger(__name__)
 
 
-def spread(
-    pool: Pool, run: Run, stage: Callable[[Run], None], units: Sequence[str], *, progress: bool
-) -> set[str]:
-    """Run a stage of a run for each unit in a worker process.
-
-    Returns:
-        The keys of what was made.
+def spread(run: Any, stage: Callable[[Any], None], nodes: Sequence[Node]) -> None:
+    """Make what a `Run` lacks in its worker processes, by a stage for each unit. A single one is left to this
+    process.
 
     Raises:
         InputError: a user's mistake in one of them, after the others are done.
         RuntimeError: another failure.
     """
+    missing = [node.unit for node in nodes if node.unit and run.is_mine(node.unit) and not run.find(node)]
+    units = sorted(dict.fromkeys(missing), key=lambda unit: unit != "+joint")  # which takes longest
+    if len(units) < 2:
+        return
+    theirs = run.vary({"device": "cuda:0" if run.device.type == "cuda" else "cpu", "progress": False})
     import_ahead([stage.__module__])
-    log.info("%s on %d devices, a process each", ", ".join(units), len(pool.devices))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, transient=True, disable=not progress) as bar:
-        name = stage.__name__.removeprefix("stage_").replace("_", " ")
-        task = bar.add_task(name, total=len(units))
-        jobs = [(run, stage, unit) for unit in units]
-        outcomes = pool.map(_work_in_process, jobs, lambda number, outcome: bar.advance(task))
-    failed = {unit: o for unit, o in zip(units, outcomes, strict=True) if o.error is not None}
-    if failed:
-        message = "; ".join(f"{unit}: {outcome.error}" for unit, outcome in failed.items())
-        raise (InputError if all(o.mistake for o in failed.values()) else RuntimeError)(message)
-    return set().union(*(outcome.value for outcome in outcomes))
+    log.info("%s on %d devices, a process each", ", ".join(units), len(run.devices))
+    jobs = [(theirs, stage, unit) for unit in units]
+    title = stage.__name__.removeprefix("stage_").replace("_", " ")
+    outcomes = sorted(run.track(run.pool.run(_work_in_process, jobs), title, len(jobs)))
+    if failed := [(units[number], outcome) for number, outcome in outcomes if outcome.error is not None]:
+        message = "; ".join(f"{unit}: {outcome.error}" for unit, outcome in failed)
+        raise (InputError if all(outcome.mistake for _, outcome in failed) else RuntimeError)(message)
+    run.new_keys.update(*(outcome.value for _, outcome in outcomes))
 
 
-def _work_in_process(run: Run, stage: Callable[[Run], None], unit: str) -> set[str]:
+def _work_in_process(run: Any, stage: Callable[[Any], None], unit: str) -> set[str]:
     """In a worker: a stage for one unit."""
     logging.getLogger("mergekit_lab").setLevel(logging.INFO)
-    run.made.clear()
+    run.new_keys.clear()
     with run.work_on([unit]):
         stage(run)
-    return set(run.made)
+    return set(run.new_keys)

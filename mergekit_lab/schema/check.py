@@ -43,25 +43,24 @@ def build(node: Any, kind: Callable[..., T]) -> T:
     Raises:
         InputError: the target is no such class, or refuses its arguments.
     """
-    built = _instantiate(node, kind)
-    if isinstance(built, partial):
-        raise InputError(f"remove `_partial_` from the configuration of {node['_target_']}")
+    built: T = _instantiate(node, kind, False)
     return built
 
 
 def build_partial(node: Any, kind: Callable[..., T]) -> partial[T]:
     """The same for a node that says `_partial_: true`: a call of the result makes a `kind`."""
-    built = _instantiate(node, kind)
-    if not isinstance(built, partial):
-        raise InputError(f"the configuration of {node['_target_']} needs `_partial_: true`")
+    built: partial[T] = _instantiate(node, kind, True)
     return built
 
 
-def _instantiate(node: Any, kind: Callable[..., Any]) -> Any:
+def _instantiate(node: Any, kind: Callable[..., Any], partially: bool) -> Any:
     plain: Any = OmegaConf.to_container(
         node if OmegaConf.is_config(node) else OmegaConf.create(node), resolve=True
     )
     _check(plain, Target[kind], ())  # type: ignore[valid-type]
+    if bool(plain.get("_partial_")) != partially:
+        how = "needs `_partial_: true`" if partially else "may have no `_partial_`"
+        raise InputError(f"the configuration of {plain['_target_']} {how}")
     try:
         return instantiate(node, _convert_="all")
     except HydraException as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
 from fractions import Fraction
@@ -287,7 +287,12 @@ def check(cfg: DictConfig) -> DictConfig:
                 "training.budget=seconds leaves it open: set training.budget to steps or gradient_evaluations"
             )
     if cfg.trainer.strategy == "fsdp":
-        _refuse_what_needs_whole_weights(finetuning, optimizers)
+        using = [finetuning, *map(_build_alone, optimizers)]
+        if odd := [type(one).__name__ for one in using if not getattr(one, "takes_sharded", True)]:
+            raise InputError(
+                f"trainer=fsdp leaves each process a part of every weight, and {odd[0]} needs them whole: take "
+                "trainer=ddp"
+            )
     return cfg
 
 
@@ -312,15 +317,6 @@ def with_chosen_merger(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     changed = deepcopy(cfg)
     OmegaConf.update(changed, "merger", chosen, merge=False)
     return changed
-
-
-def _refuse_what_needs_whole_weights(finetuning: Parametrization, nodes: Iterable[DictConfig]) -> None:
-    using = [finetuning, *map(_build_alone, nodes)]
-    if odd := [type(one).__name__ for one in using if not getattr(one, "takes_sharded", True)]:
-        raise InputError(
-            f"trainer=fsdp leaves each process a part of every weight, and {odd[0]} needs them whole: take "
-            "trainer=ddp"
-        )
 
 
 def _build_alone(node: DictConfig) -> Optimizer:

@@ -20,7 +20,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
@@ -190,14 +190,12 @@ class Store:
     def _lock(self, kind: str, key: str) -> Iterator[FolderLock]:
         folder = self.root / "locks"
         lock = FolderLock(folder / f"{kind}-{key}", f"{kind} {key}", stale_after=self.stale_after)
-        with self._require_writable():
-            _make_folder(folder)
-            lock.__enter__()
-        try:
+        with ExitStack() as held:
+            with self._require_writable():
+                _make_folder(folder)
+                held.enter_context(lock)
             lock.clear_around()
             yield lock
-        finally:
-            lock.__exit__(None, None, None)
 
     @contextmanager
     def _require_writable(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -38,18 +38,6 @@ _ELONGATED = 1000
 T = TypeVar("T")
 
 
-class Index(NamedTuple):
-    """What rows tell without being decoded.
-
-    labels: int64 `[N]`. digests: uint8 `[N, 16]`, of the encoded bytes. sizes: int64 `[N, 2]`, height and width
-    by the header, or zeros if the header cannot be read.
-    """
-
-    labels: np.ndarray
-    digests: np.ndarray
-    sizes: np.ndarray
-
-
 def map_chunks(
     rows: Rows, work: Callable[[range, list[bytes]], T], chunks: list[int] | None = None
 ) -> Iterator[T]:
@@ -67,27 +55,24 @@ def map_chunks(
     return prefetch(load, wanted, ahead=2 * threads, threads=threads)
 
 
-def index_rows(rows: Rows) -> Index:
-    """Hash every image and read its size, without decoding it."""
+def index_rows(rows: Rows) -> dict[str, np.ndarray]:
+    """Hash every image and read its size, without decoding it.
+
+    Returns `digests`, uint8 `[N, 16]`, of the encoded bytes, and `sizes`, int64 `[N, 2]`, height and width by
+    the header, or zeros if the header cannot be read.
+    """
     digests = np.zeros((len(rows), 16), np.uint8)
     sizes = np.zeros((len(rows), 2), np.int64)
 
     def work(span: range, images: list[bytes]) -> None:
         for row, encoded in zip(span, images, strict=True):
             digests[row] = np.frombuffer(hashlib.blake2b(encoded, digest_size=16).digest(), np.uint8)
-            sizes[row] = _read_header(encoded)
+            with suppress(OSError), open_image(encoded) as image:
+                sizes[row] = image.height, image.width
 
     for _ in map_chunks(rows, work):
         pass
-    return Index(rows.labels, digests, sizes)
-
-
-def _read_header(encoded: bytes) -> tuple[int, int]:
-    try:
-        with open_image(encoded) as image:
-            return image.height, image.width
-    except OSError:
-        return 0, 0
+    return {"digests": digests, "sizes": sizes}
 
 
 @contextmanager
@@ -142,9 +127,8 @@ def _crop_center(image: Any, side: int) -> np.ndarray:
     return pixels[:, top : top + side, left : left + side]
 
 
-def shrink_sizes(index: Index, chosen: np.ndarray) -> np.ndarray:
-    """Height and width that the chosen rows' pictures have for training, int64 `[n, 2]`."""
-    sizes = index.sizes[chosen]
+def shrink_sizes(sizes: np.ndarray) -> np.ndarray:
+    """Height and width that pictures of these sizes have for training, int64 `[n, 2]`."""
     large = sizes.min(1) > TRAINING_SIDE
     kept = sizes.copy()
     for row in large.nonzero()[0]:

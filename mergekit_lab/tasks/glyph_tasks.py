@@ -14,6 +14,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import ClassVar
 
 import torch
@@ -60,9 +61,31 @@ class GlyphTask(ImageTask):
         """The (face, code point) pairs that show each class, by part."""
 
     @classmethod
+    @cache
     def list_pairs(cls) -> Pairs:
         """`list_candidates` without pictures that are in two parts, have two labels, or have no ink."""
-        return _keep_disjoint(cls)
+        candidates = cls.list_candidates()
+        labels: dict[str, set[int]] = {}
+        for part in PARTS:
+            for label, options in enumerate(candidates[part]):
+                for pair in options:
+                    labels.setdefault(digest(*pair) or "", set()).add(label)
+        taken = {""} | {picture for picture, classes in labels.items() if len(classes) > 1}
+        parts: Pairs = {}
+        for part in reversed(PARTS):
+            kept = []
+            for name, options in zip(cls.classes, candidates[part], strict=True):
+                fresh = {}
+                for pair in options:
+                    picture = digest(*pair) or ""
+                    if picture not in taken:
+                        fresh[picture] = pair
+                if not fresh:
+                    raise InputError(f"{cls.__name__}: no picture of class {name!r} is left for {part!r}")
+                kept.append(fresh)
+            parts[part] = tuple(tuple(fresh.values()) for fresh in kept)
+            taken |= {picture for fresh in kept for picture in fresh}
+        return parts
 
     def make(self, part: Part) -> ImageSamples:
         pairs = self.list_pairs()[part]
@@ -81,32 +104,6 @@ class GlyphTask(ImageTask):
         return ImageSamples(images, torch.tensor(labels)[shuffle])
 
 
-@cache
-def _keep_disjoint(task: type[GlyphTask]) -> Pairs:
-    candidates = task.list_candidates()
-    labels: dict[str, set[int]] = {}
-    for part in PARTS:
-        for label, options in enumerate(candidates[part]):
-            for pair in options:
-                labels.setdefault(digest(*pair) or "", set()).add(label)
-    taken = {""} | {picture for picture, classes in labels.items() if len(classes) > 1}
-    parts: Pairs = {}
-    for part in reversed(PARTS):
-        kept = []
-        for name, options in zip(task.classes, candidates[part], strict=True):
-            fresh = {}
-            for pair in options:
-                picture = digest(*pair) or ""
-                if picture not in taken:
-                    fresh[picture] = pair
-            if not fresh:
-                raise InputError(f"{task.__name__}: no picture of class {name!r} is left for {part!r}")
-            kept.append(fresh)
-        parts[part] = tuple(tuple(fresh.values()) for fresh in kept)
-        taken |= {picture for fresh in kept for picture in fresh}
-    return parts
-
-
 def _combine(faces: Sequence[Face], codes: Iterable[int]) -> tuple[Pair, ...]:
     """Every face with those of the characters that it has."""
     return tuple((face, code) for face in faces for code in codes if code in list_characters(face))
@@ -115,13 +112,6 @@ def _combine(faces: Sequence[Face], codes: Iterable[int]) -> tuple[Pair, ...]:
 def _choose_by_family(codes: list[list[int]], styles: tuple[str, ...] | None = None) -> Pairs:
     faces = {part: select_faces(_FAMILIES[part], styles) for part in PARTS}
     return {part: tuple(_combine(faces[part], row) for row in codes) for part in PARTS}
-
-
-def _choose_by_character(faces: Sequence[Sequence[Face]], codes: Sequence[int]) -> Pairs:
-    """Of every five characters three are for training, one for validation, one for the test."""
-    positions: dict[Part, tuple[int, ...]] = {"train": (0, 2, 4), "validation": (3,), "test": (1,)}
-    parts = {part: [code for i, code in enumerate(codes) if i % 5 in positions[part]] for part in PARTS}
-    return {part: tuple(_combine(of_class, parts[part]) for of_class in faces) for part in PARTS}
 
 
 def _make_templates(of_class: str) -> tuple[str, ...]:
@@ -242,7 +232,12 @@ class Style(GlyphTask):
 
     @classmethod
     def list_candidates(cls) -> Pairs:
-        others = {digest(*pair) for task in (Latin, Greek, Cyrillic, Accents) for pair in _list_all(task)}
+        others = {
+            digest(*pair)
+            for task in (Latin, Greek, Cyrillic, Accents)
+            for classes in task.list_candidates().values()
+            for pair in chain.from_iterable(classes)
+        }
         drawn = select_faces(["sans", "serif"])
         codes = [
             code
@@ -252,11 +247,13 @@ class Style(GlyphTask):
             if not others & {digest(face, code) for face in drawn if code in list_characters(face)}
         ]
         own = [select_faces([name.split()[-1]], [name.rpartition(" ")[0]]) for name in cls.classes]
-        return _choose_by_character(own, codes)
-
-
-def _list_all(task: type[GlyphTask]) -> list[Pair]:
-    return [pair for rows in task.list_candidates().values() for row in rows for pair in row]
+        positions: dict[Part, tuple[int, ...]] = {
+            "train": (0, 2, 4),
+            "validation": (3,),
+            "test": (1,),
+        }  # of five
+        parts = {part: [code for i, code in enumerate(codes) if i % 5 in positions[part]] for part in PARTS}
+        return {part: tuple(_combine(of_class, parts[part]) for of_class in own) for part in PARTS}
 
 
 def _name(code: int) -> str:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 from annotated_types import Ge, Gt
 
-from mergekit_lab.checkpoints.plain_files import hash_folder
+from mergekit_lab.digests import hash_folder
 from mergekit_lab.errors import InputError, join_names, suggest
 
 from .task import Part, Task

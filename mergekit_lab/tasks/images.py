@@ -26,7 +26,6 @@ from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.ranges import Count, check_value, require
 from mergekit_lab.tasks.decoding import (
     FORM,
-    Index,
     Pictures,
     index_rows,
     map_file,
@@ -210,10 +209,10 @@ class HubImages(ImageTask):
         return Labeling(self.name, self.classes, self.rows)
 
     @cached_property
-    def _indices(self) -> dict[str, Index]:
-        return {part: self._read_index(rows, part) for part, rows in self.rows.items()}
+    def _indices(self) -> dict[str, dict[str, np.ndarray]]:
+        return {part: self._read_index(self.rows[part], part) for part in self.labeling.labels}
 
-    def _read_index(self, rows: Rows, part: str) -> Index:
+    def _read_index(self, rows: Rows, part: str) -> dict[str, np.ndarray]:
         state = [[str(file.name), file.stat().st_size, file.stat().st_mtime_ns] for file in rows.files]
         seen = hashlib.sha256(json.dumps(state).encode()).hexdigest()
         content: dict[str, Any] = {
@@ -225,13 +224,12 @@ class HubImages(ImageTask):
         content |= {"columns": [self.image_column, self.label_column], "rows": len(rows)}
 
         def make(out: Path) -> Mapping[str, Any]:
-            index = index_rows(rows)
-            np.savez(out / _FILES[1], digests=index.digests, sizes=index.sizes)
+            index: dict[str, Any] = index_rows(rows)
+            np.savez(out / _FILES[1], **index)
             return {"images": len(rows)}
 
         with self._keep("indices", content, 32 * len(rows), make) as folder:
-            arrays = np.load(folder / _FILES[1])
-            return Index(self.labeling.labels[part], arrays["digests"], arrays["sizes"])
+            return dict(np.load(folder / _FILES[1]))
 
     @contextmanager
     def _keep(self, kind: str, content: Mapping[str, Any], size: int, make: Make) -> Iterator[Path]:
@@ -293,7 +291,7 @@ class HubImages(ImageTask):
     def _hash_files(self, part: Part) -> set[bytes]:
         """A part's encoded images by their hashes."""
         where, chosen = self._choose_rows(part)
-        return set(map(bytes, self._indices[where].digests[chosen]))
+        return set(map(bytes, self._indices[where]["digests"][chosen]))
 
     @cached_property
     def _made(self) -> dict[str, Any]:
@@ -306,13 +304,13 @@ class HubImages(ImageTask):
     def _digest_part(self, part: Part) -> str:
         where, chosen = self._choose_rows(part)
         index = self._indices[where]
-        unreadable = (index.sizes[chosen] == 0).any(1).nonzero()[0]
+        unreadable = (index["sizes"][chosen] == 0).any(1).nonzero()[0]
         if len(unreadable):
             names = join_names([self.rows[where].name(int(chosen[at])) for at in unreadable], 3)
             raise InputError(f"{self.name}: no images ({names}): stage=check_data lists all that are corrupt")
         digest = hashlib.sha256(repr((part, len(chosen))).encode())
-        digest.update(np.ascontiguousarray(index.digests[chosen]).tobytes())
-        digest.update(np.ascontiguousarray(index.labels[chosen]).tobytes())
+        for values in (index["digests"], self.labeling.labels[where]):
+            digest.update(np.ascontiguousarray(values[chosen]).tobytes())
         return digest.hexdigest()
 
     def make(self, part: Part) -> ImageSamples:
@@ -322,9 +320,9 @@ class HubImages(ImageTask):
             InputError: an image, which the message names, cannot be decoded; a label exceeds the class names.
         """
         labels, where, chosen = self.list_labels(part)
-        rows, index = self.rows[where], self._indices[where]
+        rows, sizes = self.rows[where], self._indices[where]["sizes"][chosen]
         side = None if part == "train" else SIDE
-        sizes = shrink_sizes(index, chosen) if side is None else np.full((len(chosen), 2), side)
+        sizes = shrink_sizes(sizes) if side is None else np.full_like(sizes, side)
         content = {"part": self._digest_part(part), "side": side or "shorter side 256", "form": FORM}
 
         def make(out: Path) -> Mapping[str, Any]:

@@ -45,15 +45,6 @@ _QUESTIONS = {
 _CHOICES = {"topic": tuple(_TOPICS), "tone": tuple(_TONES)}
 
 
-def _draw_message(draw: Random) -> tuple[str, dict[str, str]]:
-    topic, tone = draw.choice(list(_TOPICS)), draw.choice(list(_TONES))
-    statement = draw.choice(_TOPICS[topic]).format(thing=draw.choice(_THINGS), day=draw.choice(_DAYS))
-    felt = draw.choice(_TONES[tone]).format(number=draw.randint(100, 999))
-    sentences = [f"{statement[0].upper()}{statement[1:]}.", felt]
-    draw.shuffle(sentences)
-    return " ".join(sentences), {"topic": topic, "tone": tone}
-
-
 @dataclass(frozen=True)
 class Messages(DrawnText):
     """What a message to a shop is about, or how its writer feels; see `DrawnText`.
@@ -78,5 +69,9 @@ class Messages(DrawnText):
         super().__post_init__()
 
     def draw_sample(self, draw: Random) -> tuple[str, str]:
-        text, labels = _draw_message(draw)
-        return f"{text}\n{_QUESTIONS[self.kind]}\n", labels[self.kind]
+        topic, tone = draw.choice(list(_TOPICS)), draw.choice(list(_TONES))
+        statement = draw.choice(_TOPICS[topic]).format(thing=draw.choice(_THINGS), day=draw.choice(_DAYS))
+        felt = draw.choice(_TONES[tone]).format(number=draw.randint(100, 999))
+        sentences = [f"{statement[0].upper()}{statement[1:]}.", felt]
+        draw.shuffle(sentences)
+        return f"{' '.join(sentences)}\n{_QUESTIONS[self.kind]}\n", {"topic": topic, "tone": tone}[self.kind]

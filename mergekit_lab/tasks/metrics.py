@@ -229,7 +229,9 @@ def matthews(predictions: Sequence[str], references: Sequence[str]) -> float:
     positive = sorted(set(references))[-1]
     p = torch.tensor([normalize(x) == normalize(positive) for x in predictions], dtype=torch.float64)
     r = torch.tensor([x == positive for x in references], dtype=torch.float64)
-    return _correlate(p, r)
+    p, r = p - p.mean(), r - r.mean()
+    scale = float(p.norm() * r.norm())
+    return float(p @ r) / scale if scale > 0 else 0.0
 
 
 @register_metric(mean=False)
@@ -251,9 +253,3 @@ def _read_number(text: str) -> float:
     except ValueError:
         return 0.0
     return number if math.isfinite(number) else 0.0
-
-
-def _correlate(x: torch.Tensor, y: torch.Tensor) -> float:
-    x, y = x - x.mean(), y - y.mean()
-    scale = float(x.norm() * y.norm())
-    return float(x @ y) / scale if scale > 0 else 0.0

@@ -16,6 +16,7 @@ import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +39,21 @@ class Rows(ABC):
         label_names: the source's names of its labels, in their order; None if it has none.
         by_name: whether the source has only names. Then `labels` are positions in `label_names`, which lists
             the names in this part: the same number may be another class in another part.
-        chunks: ranges of rows to read together. They cover all rows in order.
         files: the files that hold the rows. Their sizes and times tell whether they changed.
     """
 
     labels: np.ndarray
     label_names: tuple[str, ...] | None = None
     by_name: bool = False
-    chunks: list[range]
     files: list[Path]
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @cached_property
+    def chunks(self) -> list[range]:
+        """Ranges of rows to read together. They cover all rows in order."""
+        return [range(start, min(start + _CHUNK, len(self))) for start in range(0, len(self), _CHUNK)]
 
     @abstractmethod
     def load(self, chunk: int) -> list[bytes]:
@@ -58,10 +62,6 @@ class Rows(ABC):
     @abstractmethod
     def name(self, row: int) -> str:
         """A row's image as messages call it."""
-
-
-def _list_chunks(total: int) -> list[range]:
-    return [range(start, min(start + _CHUNK, total)) for start in range(0, total, _CHUNK)]
 
 
 class ParquetRows(Rows):
@@ -130,14 +130,10 @@ def explain_parquet_errors(file: Path) -> Iterator[None]:
 def _find_image_column(file: Path, schema: Any, wanted: str) -> str:
     from pyarrow import types
 
-    def is_binary(kind: Any) -> bool:
-        return bool(types.is_binary(kind) or types.is_large_binary(kind))
-
     def holds_images(kind: Any) -> bool:
-        if types.is_struct(kind):
-            fields = [kind.field(i) for i in range(kind.num_fields)]
-            return any(field.name == "bytes" and is_binary(field.type) for field in fields)
-        return is_binary(kind)
+        if types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+            kind = kind.field("bytes").type
+        return bool(types.is_binary(kind) or types.is_large_binary(kind))
 
     candidates = [field.name for field in schema if holds_images(field.type)]
     if wanted in candidates:
@@ -216,18 +212,16 @@ class FolderRows(Rows):
         classes = sorted(name for name in inside if not name.startswith("."))
         images = [(n, file) for n, name in enumerate(classes) for file in _list_image_files(folder / name)]
         self._folder = folder
-        self._images = [file for _, file in images]
-        refuse_no_files(self._images)
+        self.files = [file for _, file in images]
+        refuse_no_files(self.files)
         self.labels = np.array([number for number, _ in images], dtype=np.int64)
         self.label_names = tuple(classes)
-        self.chunks = _list_chunks(len(images))
-        self.files = self._images
 
     def load(self, chunk: int) -> list[bytes]:
-        return [self._images[row].read_bytes() for row in self.chunks[chunk]]
+        return [self.files[row].read_bytes() for row in self.chunks[chunk]]
 
     def name(self, row: int) -> str:
-        return str(self._images[row].relative_to(self._folder.parent))
+        return str(self.files[row].relative_to(self._folder.parent))
 
 
 def _list_image_files(folder: Path) -> list[Path]:
@@ -261,7 +255,6 @@ class TarRows(Rows):
                     self._members.append((file, member.offset_data, member.size, member.name))
                     labels.append(numbers[key])
         self.labels = np.array(labels, dtype=np.int64)
-        self.chunks = _list_chunks(len(labels))
 
     def load(self, chunk: int) -> list[bytes]:
         images = []
@@ -307,9 +300,7 @@ class Fer2013Rows(Rows):
     """
 
     def __init__(self, file: Path, part: str) -> None:
-        wanted = FER2013_USAGE.get(part, set())
         self.files = [file]
-        self._file = file
         table: Any = None
         try:
             with file.open(encoding="utf-8-sig", newline="") as opened:
@@ -325,21 +316,17 @@ class Fer2013Rows(Rows):
         for line, row in every:
             if row["Usage"] not in known:
                 raise InputError(f"{file}, line {line}: the usage is {row['Usage']!r}, not {join_names(known)}")
-        rows = [(line, row) for line, row in every if row["Usage"] in wanted]
-        numbers = [
-            _read_number(row["emotion"] or "", f"{file}, line {line}: the emotion") for line, row in rows
-        ]
-        self._lines = [line for line, _ in rows]
-        self._pixels = [row["pixels"] or "" for _, row in rows]
+        rows = [(line, row) for line, row in every if row["Usage"] in FER2013_USAGE.get(part, ())]
+        self._pixels = [(line, row["pixels"] or "") for line, row in rows]
+        numbers = [_read_number(r["emotion"] or "", f"{file}, line {line}: the emotion") for line, r in rows]
         self.labels = np.array(numbers, dtype=np.int64)
         self.label_names = _FER2013_LABELS
-        self.chunks = _list_chunks(len(rows))
 
     def load(self, chunk: int) -> list[bytes]:
-        return [_encode_gray(self._pixels[row]) for row in self.chunks[chunk]]
+        return [_encode_gray(self._pixels[row][1]) for row in self.chunks[chunk]]
 
     def name(self, row: int) -> str:
-        return f"{self._file.name}, line {self._lines[row]}"
+        return f"{self.files[0].name}, line {self._pixels[row][0]}"
 
 
 def _encode_gray(pixels: str) -> bytes:

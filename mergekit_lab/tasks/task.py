@@ -8,6 +8,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
+from itertools import combinations
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -130,10 +131,6 @@ class ImageTask(Task):
     rendered: ClassVar[bool] = False
     metric: ClassVar[str] = "accuracy"
 
-    @abstractmethod
-    def make(self, part: Part) -> ImageSamples:
-        """Build one part only from the fields: the same fields give the same bytes."""
-
     def check(self, part: Part, samples: ImageSamples) -> None:
         low, high = int(samples.labels.min()), int(samples.labels.max())
         if low < 0 or high >= len(self.classes):
@@ -171,5 +168,4 @@ def digest_images(images: Tensor) -> list[bytes]:
 def count_shared_images(task: ImageTask) -> dict[tuple[Part, Part], int]:
     """How many images two parts share, for the three pairs of parts. All zero means no leak."""
     seen = {part: set(digest_images(task.load_samples(part).images[:])) for part in PARTS}
-    pairs: list[tuple[Part, Part]] = [("train", "validation"), ("train", "test"), ("validation", "test")]
-    return {(a, b): len(seen[a] & seen[b]) for a, b in pairs}
+    return {(a, b): len(seen[a] & seen[b]) for a, b in combinations(PARTS, 2)}

@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -86,10 +85,6 @@ class TextTask(Task):
             raise InputError(
                 f"task {self.name!r}: templates need '{{}}' for the choice; at fault: {wrong or 'none given'}"
             )
-
-    @abstractmethod
-    def make(self, part: Part) -> TextSamples:
-        """Build one part only from the fields: the same fields give the same text."""
 
     def check(self, part: Part, samples: TextSamples) -> None:
         """Check that answers are among the choices and not empty."""
@@ -211,13 +206,9 @@ def fill_template(template: str, row: Mapping[str, Any], task: str) -> str:
     Raises:
         InputError: the row lacks a column of the template, has no value in it, or one of the wrong kind.
     """
-    names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
-    missing = [name for name in names if name not in row]
-    if missing:
-        raise InputError(
-            f"task {task!r}: the template {template!r} names {missing[0]!r}{suggest(missing[0], row)}"
-        )
-    for name in names:
+    for name in (name for _, name, _, _ in Formatter().parse(template) if name is not None):
+        if name not in row:
+            raise InputError(f"task {task!r}: the template {template!r} names {name!r}{suggest(name, row)}")
         if row[name] is None:
             raise InputError(
                 f"task {task!r}: a row has nothing in the column {name!r}, which the template {template!r} "
@@ -259,12 +250,11 @@ def read_rows(source: str, part: str, task: str) -> list[Mapping[str, Any]]:
         rows: list[Any] = list(_read_table(table))
     except (ValueError, KeyError, OSError, RecursionError, csv.Error) as error:
         raise InputError(f"task {task!r}: {table} cannot be read as a table: {error}") from None
-    odd = next((position for position, row in enumerate(rows) if not isinstance(row, Mapping)), None)
-    if odd is not None:
-        raise InputError(
-            f"task {task!r}: {table} is not a list of rows with columns: "
-            f"row {odd + 1} is {str(rows[odd])[:40]!r}"
-        )
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            raise InputError(
+                f"task {task!r}: {table} is not a list of rows with columns: row {number} is {str(row)[:40]!r}"
+            )
     return rows
 
 

@@ -35,7 +35,8 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -52,7 +53,7 @@ Parts = dict[str, list[dict[str, str]]]
 SIZES = {"test": 1000, "validation": 500, "train": 4000}
 
 
-Tasks = dict[str, tuple[Callable[[Packages], Iterable[Sample]], str]]
+Tasks = dict[str, tuple[Callable[[Packages], Iterator[Sample]], str]]
 TASKS: Tasks = {
     "r8": (texts.r8, "What is this news item about?\n\n{text}"),
     "newsgroups": (texts.newsgroups, "Which newsgroup is this post from?\n\n{text}"),
@@ -123,17 +124,17 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         packages = Packages((options.packages or Path(temporary)).resolve())
         for name, (read, question) in tasks.items():
-            _publish(out / name, lambda r=read, q=question: prepare(r(packages), q, longest))  # type: ignore[misc]
+            _publish(out / name, partial(prepare, read(packages), question, longest))
     if options.suite == "text7":
         stories = WordProblems(
             train_size=SIZES["train"], validation_size=SIZES["validation"], test_size=SIZES["test"]
         )
-        _publish(out / "stories", lambda: {p: _read_rows(stories, p) for p in PARTS})
-
-
-def _read_rows(task: WordProblems, part: str) -> list[dict[str, str]]:
-    samples = task.load_samples(part)  # type: ignore[arg-type]
-    return [{"prompt": p, "answer": a} for p, a in zip(samples.prompts, samples.answers, strict=True)]
+        samples = {part: stories.load_samples(part) for part in PARTS}
+        rows: Parts = {
+            part: [{"prompt": p, "answer": a} for p, a in zip(s.prompts, s.answers, strict=True)]
+            for part, s in samples.items()
+        }
+        _publish(out / "stories", lambda: rows)
 
 
 def _publish(folder: Path, make: Callable[[], Parts]) -> None:

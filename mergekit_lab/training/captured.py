@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mergekit_lab.batches import Batch
+from mergekit_lab.batches import Batch, map_tensors
 from mergekit_lab.cuda_graphs import GraphStream
 from mergekit_lab.errors import say_error
 from mergekit_lab.optim.wrapper import WrappedOptimizer
@@ -101,13 +101,7 @@ class Replay:
     def _record(self, batch: Batches) -> _StepRecording | None:
         """Record the coming step, without making it. Where that fails, say so, and record no more."""
         optimizer = self._optimizer
-        inputs = {name: tensor.clone() for name, tensor in _name_tensors(batch)}
-        fixed: Batches = {
-            task: {name: inputs[task, name] for name in part}
-            if isinstance(part, Mapping)
-            else tuple(inputs[task, position] for position in range(len(part)))  # type: ignore[misc]
-            for task, part in batch.items()
-        }
+        fixed = {task: map_tensors(Tensor.clone, part) for task, part in batch.items()}
         counted, generators = {}, []
         if optimizer is not None:
             optimizer.prepare_step()
@@ -125,7 +119,7 @@ class Replay:
                 say_error(error),
             )
             return None
-        return _StepRecording(graph, list(inputs.values()), loss)
+        return _StepRecording(graph, [tensor for _, tensor in _name_tensors(fixed)], loss)
 
 
 def _name_tensors(batch: Batches) -> Iterator[tuple[tuple[str, Any], Tensor]]:

@@ -22,7 +22,7 @@ from mergekit_lab.optim.wrapper import WrappedOptimizer
 from mergekit_lab.training.clock import NEVER
 from mergekit_lab.training.module import FinetuneModule, MakeOptimizer
 from mergekit_lab.training.recording import OnMetrics
-from mergekit_lab.training.resume import CheckpointOrigin, SealedCheckpoints, find_checkpoint, hash_weights
+from mergekit_lab.training.resume import SealedCheckpoints
 from mergekit_lab.training.settings import TrainingSettings
 from mergekit_lab.training.sharded import Sharded
 from mergekit_lab.training.stopper import Stopped, Stopper
@@ -84,9 +84,9 @@ def finetune(
     end = _End(best)
     stopper = Stopper(resume / "last.ckpt")
     own = [each for each in (module.clock, best, latest, stopper, end) if each is not None]
-    origin = CheckpointOrigin(identity, hash_weights(model.state_dict()))
-    resumed = find_checkpoint(resume, origin)
-    lit = _make_trainer(settings, resume, [*own, *callbacks], [SealedCheckpoints(origin)], dict(trainer or {}))
+    checkpoints = SealedCheckpoints(identity, model.state_dict())
+    resumed = checkpoints.find_last(resume)
+    lit = _make_trainer(settings, resume, [*own, *callbacks], [checkpoints], dict(trainer or {}))
     if settings.precision in ("32-true", "bf16-mixed"):
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.dtype in (torch.bfloat16, torch.float16):
@@ -105,12 +105,15 @@ def finetune(
     lit.strategy.barrier()
     if not lit.is_global_zero:
         return None
-    if end.state is not None:
-        return _collect(end.state, end.step, module.curve)
-    # an earlier step's are the best, or the training had already ended
-    file = resume / "last.ckpt" if best is None else best.best_model_path
-    loaded = torch.load(file, weights_only=True, map_location="cpu")
-    return _collect(loaded["state_dict"], int(loaded["global_step"]), module.curve)
+    saved, step = end.state, end.step
+    if saved is None:  # an earlier step's are the best, or the training had already ended
+        file = resume / "last.ckpt" if best is None else best.best_model_path
+        loaded = torch.load(file, weights_only=True, map_location="cpu")
+        saved, step = loaded["state_dict"], int(loaded["global_step"])
+    state = {name.removeprefix("model."): tensor for name, tensor in saved.items()}
+    at_step = (point for point in reversed(module.curve) if point["step"] == step)
+    accuracy = next((point["val_accuracy"] for point in at_step if "val_accuracy" in point), 0.0)
+    return Finetuned(state, module.curve, accuracy, step)
 
 
 def _make_trainer(
@@ -144,15 +147,6 @@ def _make_trainer(
         )
     except MisconfigurationException as error:
         raise InputError(f"training cannot start: {error}") from None
-
-
-def _collect(saved: Mapping[str, Tensor], step: int, curve: list[dict[str, float]]) -> Finetuned:
-    """The weights of a module's state dict, with the accuracy last measured at their step."""
-    state = {n.removeprefix("model."): v for n, v in saved.items()}
-    accuracy = next(
-        (p["val_accuracy"] for p in reversed(curve) if p["step"] == step and "val_accuracy" in p), 0.0
-    )
-    return Finetuned(state, curve, accuracy, step)
 
 
 class _Latest(ModelCheckpoint):
@@ -211,9 +205,8 @@ class _End(Callback):
         self.state = {name: tensor.detach().to("cpu", copy=on_host) for name, tensor in state.items()}
         self.step = trainer.global_step
 
-    def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        if isinstance(pl_module, FinetuneModule):
-            pl_module.forget_graphs()
+    def on_fit_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        pl_module.forget_graphs()
         pl_module.zero_grad(set_to_none=True)
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, WrappedOptimizer):

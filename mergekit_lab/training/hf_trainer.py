@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def make_trainer_callback() -> TrainerCallback:
-    """A callback for `Trainer(..., optimizers=(optimizer, scheduler), callbacks=[trainer_callback()])`.
+    """A callback for `Trainer(..., optimizers=(optimizer, scheduler), callbacks=[make_trainer_callback()])`.
 
     After every step and at the end of training it calls the optimizer's `eval()`. The model then holds θ
     (`MergOPT`, `RWP`) or the average (`SWA`), and `Trainer` saves that. Other optimizers are not touched.

@@ -72,7 +72,8 @@ class FinetuneModule(RecordedModule):
     ) -> None:
         super().__init__(list(objectives), settings.steps, on_metrics)
         self.model = model
-        self._objectives = nn.ModuleList(objectives.values())
+        self.objectives = dict(objectives)
+        self._moved = nn.ModuleList(objectives.values())  # to the device, as the model is
         self.make_optimizer = make_optimizer
         self.settings = settings
         self.seed = seed
@@ -83,11 +84,6 @@ class FinetuneModule(RecordedModule):
         self.replays = False
         self._host_settings: HostSettings | None = None
         self._predicted: dict[str, tuple[list[list[Any] | Tensor], list[Tensor]]] = {}
-
-    def find_objective(self, task: str) -> Objective:
-        """The objective of a task, by its name."""
-        objective: Objective = self._objectives[self.tasks.index(task)]  # type: ignore[assignment]
-        return objective
 
     def configure_model(self) -> None:
         """Shard the weights over processes, inner blocks first, if the strategy has a mesh."""
@@ -102,7 +98,7 @@ class FinetuneModule(RecordedModule):
 
     def train_dataloader(self) -> StepBatches:
         return StepBatches(
-            {task: self.find_objective(task) for task in self.tasks},
+            self.objectives,
             self.settings.batch_size,
             self.steps if self.clock is None else NEVER,
             self.seed,
@@ -115,7 +111,7 @@ class FinetuneModule(RecordedModule):
 
     def val_dataloader(self) -> UserList[dict[str, Tensor]]:
         """All samples of the validation parts once, task after task; a list would be several loaders."""
-        sizes = {task: self.find_objective(task).task.count("validation") for task in self.tasks}
+        sizes = {name: objective.task.count("validation") for name, objective in self.objectives.items()}
         return UserList(
             {task: index} for task, size in sizes.items() for index in torch.arange(size).split(_VALIDATED)
         )
@@ -232,7 +228,7 @@ class FinetuneModule(RecordedModule):
 
     def _count_items(self, batch: Batches) -> int | Tensor:
         """What losses are divided by: the mean over processes, for gradients will be averaged over them."""
-        total = sum(self.find_objective(task).count_items(part) for task, part in batch.items())
+        total = sum(self.objectives[task].count_items(part) for task, part in batch.items())
         if self.trainer.world_size == 1:
             return total
         shared = torch.as_tensor(total, dtype=torch.float32, device=self.device)
@@ -249,7 +245,7 @@ class FinetuneModule(RecordedModule):
 
     def compute_loss(self, batch: Batches, total: int | Tensor) -> Tensor:
         losses = [
-            self.find_objective(task).compute_loss(
+            self.objectives[task].compute_loss(
                 self._runs[0], part, label_smoothing=self.settings.label_smoothing
             )
             / total
@@ -299,9 +295,9 @@ class FinetuneModule(RecordedModule):
 
     def _wants_replay(self, optimizer: Any) -> bool:
         """Whether steps are to be replayed; if they cannot be, a line of the log says why."""
-        if not self.settings.capture or (self.settings.capture == "auto" and self.device.type not in DEVICES):
-            return False
-        if self.settings.capture == "auto" and self.clock is None and self.steps < _REPLAY_PAYS_FROM:
+        pays = self.clock is not None or self.steps >= _REPLAY_PAYS_FROM
+        on_card = self.device.type in DEVICES
+        if not self.settings.capture or (self.settings.capture == "auto" and not (on_card and pays)):
             return False
         why = self._refuse_replay(optimizer)
         if why:
@@ -313,7 +309,7 @@ class FinetuneModule(RecordedModule):
             return f"a {self.device.type} has no CUDA graphs"
         if self.trainer.world_size > 1:
             return "several processes train together"
-        if odd := [task for task in self.tasks if not self.find_objective(task).fixes_shapes]:
+        if odd := [task for task in self.tasks if not self.objectives[task].fixes_shapes]:
             return f"batches of {', '.join(odd)} have many shapes"
         wrapped = isinstance(optimizer, WrappedOptimizer)
         if wrapped and not optimizer.replayable:
@@ -329,20 +325,16 @@ class FinetuneModule(RecordedModule):
     def on_train_batch_end(self, outputs: Any, batch: Batches, batch_idx: int) -> None:
         self.end_step()
 
-    def find_rate_at(self, step: int) -> float:
-        schedule: Any = self.lr_schedulers()
-        return float(schedule.base_lrs[0]) * self._find_rate(step - 1)
-
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         for task, index in batch.items():
             predictions, indices = self._predicted.setdefault(task, ([], []))
             indices.append(index.cpu())
-            predictions.append(self.find_objective(task).predict(self.model, "validation", indices[-1]))
+            predictions.append(self.objectives[task].predict(self.model, "validation", indices[-1]))
 
     def on_validation_epoch_end(self) -> None:
         values = []
         for task, (predictions, indices) in self._predicted.items():
-            objective = self.find_objective(task)
+            objective = self.objectives[task]
             answers = [answer for some in predictions for answer in to_list(some)]
             values.append(objective.measure(answers, "validation", torch.cat(indices))[objective.task.metric])
         self._predicted = {}

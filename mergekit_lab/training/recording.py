@@ -59,14 +59,9 @@ class RecordedModule(lightning.LightningModule):
         self._points: deque[_Point] = deque()
         self._looked_at = -1
         self._first_loss: Tensor | None = None
-        self._first_bad: Tensor | None = None
-        self._done: Tensor | None = None
+        self._first_bad = self._done = torch.full((), -1)
         self._replay: Replay | None = None
         self._saved = 0
-
-    def find_rate_at(self, step: int) -> float:
-        """The learning rate of a step."""
-        raise NotImplementedError
 
     def end_step(self) -> None:
         """Record and check the current step's loss, once. Lightning's hook comes only after callbacks have
@@ -105,15 +100,13 @@ class RecordedModule(lightning.LightningModule):
 
     def _watch(self, loss: Tensor) -> None:
         """Note on the device the first step whose loss is not finite."""
-        assert self._first_bad is not None
-        assert self._done is not None
         self._done += 1
         bad = (self._first_bad < 0) & ~torch.isfinite(loss)
         self._first_bad.copy_(torch.where(bad, self._done, self._first_bad))
 
     def on_validation_start(self) -> None:
         self._record_points(wait=True)
-        self._refuse_bad(-1 if self._first_bad is None else int(self._first_bad))
+        self._refuse_bad(int(self._first_bad))
 
     def on_train_end(self) -> None:
         self._record_points(wait=True)
@@ -122,13 +115,15 @@ class RecordedModule(lightning.LightningModule):
         """Stop at a step whose loss was not finite, if there is one, before weights that followed are kept."""
         if step < 0:
             return
+        schedule: Any = self.lr_schedulers()
+        rate = float(schedule.base_lrs[0]) * schedule.lr_lambdas[0](step - 1)
         file = Path(self.trainer.default_root_dir) / "last.ckpt"
         kept = f"the last good checkpoint is {file} of step {self._saved}" if self._saved else (
             "there is no checkpoint from before"
         )  # fmt: skip
         raise InputError(
             f"the loss of {', '.join(self.tasks)} is not finite at step {step} of {self.steps} (learning rate "
-            f"{self.find_rate_at(step):.3g}; {kept}): lower training.lr or raise training.warmup_steps"
+            f"{rate:.3g}; {kept}): lower training.lr or raise training.warmup_steps"
         )
 
     def _record(self, metrics: dict[str, float], step: int) -> None:

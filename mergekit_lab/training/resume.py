@@ -13,7 +13,6 @@ import logging
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_STORED, ZipFile
@@ -26,7 +25,6 @@ from mergekit_lab.errors import InputError, say_error
 from mergekit_lab.machine import count_cores
 
 log = logging.getLogger(__name__)
-NAMES = ("last", "best")
 _WRONG = {
     "content": "it is not as this program wrote it",
     "identity": "it is of another training",
@@ -34,25 +32,40 @@ _WRONG = {
 }
 
 
-@dataclass(frozen=True)
-class CheckpointOrigin:
-    """Which training a checkpoint belongs to.
+class SealedCheckpoints(TorchCheckpointIO):
+    """The checkpoints of one training.
 
-    Attributes:
+    They are written directly in their folder, sealed, then renamed. Lightning itself makes two copies in memory
+    first, and a file on the temporary disk.
+
+    Args:
         identity: what is made, such as an artifact's key.
-        base: the hash of the weights that training started from.
+        state: the weights that training starts from.
     """
 
-    identity: str
-    base: str
+    def __init__(self, identity: str, state: Mapping[str, Tensor]) -> None:
+        self._origin = {"identity": identity, "base": hash_weights(state)}
 
-    def seal(self, file: Path) -> None:
-        """Write the seal into a checkpoint."""
-        with ZipFile(file, "a") as archive:
-            archive.comment = json.dumps({**asdict(self), "content": _digest(archive)}).encode()
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        file = Path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(".part")
+        part.unlink(missing_ok=True)
+        try:
+            with part.open("wb") as out:  # Python says what failed, torch's own writer where in the file it was
+                torch.save(checkpoint, out)
+            with ZipFile(part, "a") as archive:
+                archive.comment = json.dumps(self._make_seal(archive)).encode()
+            os.replace(part, file)
+        finally:
+            part.unlink(missing_ok=True)  # half of it would keep a full disk full
 
-    def load(self, file: Path) -> dict[str, Any]:
-        """Load a checkpoint with this seal onto the CPU, and compare its bytes with their checksums.
+    def _make_seal(self, archive: ZipFile) -> dict[str, str]:
+        inside = sorted((entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist())
+        return {**self._origin, "content": hashlib.sha256(json.dumps(inside).encode()).hexdigest()}
+
+    def read(self, file: Path) -> dict[str, Any]:
+        """Load a checkpoint with this training's seal onto the CPU, and compare its bytes with their checksums.
 
         Raises:
             ValueError: it belongs to another training, or is damaged or changed. Other errors mean that it is
@@ -61,9 +74,8 @@ class CheckpointOrigin:
         if not file.is_file():
             raise ValueError("it is no regular file" if file.exists() else "it is gone")
         with ZipFile(file) as archive:
-            identity = json.loads(archive.comment or "{}")
-            wanted = {**asdict(self), "content": _digest(archive)}
-            if wrong := [why for name, why in _WRONG.items() if identity.get(name) != wanted[name]]:
+            seal, wanted = json.loads(archive.comment or "{}"), self._make_seal(archive)
+            if wrong := [why for name, why in _WRONG.items() if seal.get(name) != wanted[name]]:
                 raise ValueError(wrong[0])
             if damaged := archive.testzip():
                 raise ValueError(f"{damaged} in it is damaged")
@@ -72,10 +84,37 @@ class CheckpointOrigin:
         loaded: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu", mmap=stored)
         return loaded
 
+    def find_last(self, folder: Path) -> Path | None:
+        """The `last.ckpt` of an interrupted training, if it and the best checkpoint it names are usable.
 
-def _digest(archive: ZipFile) -> str:
-    inside = sorted((entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist())
-    return hashlib.sha256(json.dumps(inside).encode()).hexdigest()
+        The log says why a checkpoint cannot be used. What is no regular file (a pipe, a device) is removed.
+
+        Raises:
+            InputError: the folder is a file, or a folder has a checkpoint's name.
+        """
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"checkpoints go into {folder}, which is not a folder: move it away")
+        for path in (folder / f"{name}{suffix}" for name in ("last", "best") for suffix in (".ckpt", ".part")):
+            if path.is_dir():
+                raise InputError(
+                    f"{path} is a folder, but training writes a file there: move it away, or delete it"
+                )
+            if path.exists() and not path.is_file():
+                log.warning("%s is neither file nor folder: it is removed", path)
+                path.unlink(missing_ok=True)
+        last = file = folder / "last.ckpt"
+        if not last.exists():
+            return None
+        try:
+            callbacks = self.read(last)["callbacks"].values()
+            for name in {Path(kept.get("best_model_path") or last).name for kept in callbacks} - {last.name}:
+                file = folder / name
+                self.read(file)
+        except Exception as error:
+            log.warning("cannot resume from %s (%s): training starts again", file, say_error(error))
+            return None
+        log.info("resuming from %s", last)
+        return last
 
 
 def hash_weights(state: Mapping[str, Tensor]) -> str:
@@ -89,62 +128,3 @@ def hash_weights(state: Mapping[str, Tensor]) -> str:
 
     with ThreadPoolExecutor(count_cores()) as pool:
         return hashlib.sha256(b"".join(pool.map(digest, state.items()))).hexdigest()
-
-
-def find_checkpoint(folder: Path, origin: CheckpointOrigin) -> Path | None:
-    """The `last.ckpt` of an interrupted training, if it and the best checkpoint it names are usable.
-
-    The log says why a checkpoint cannot be used. What is no regular file (a pipe, a device) is removed.
-
-    Raises:
-        InputError: the folder is a file, or a folder has a checkpoint's name.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"checkpoints go into {folder}, which is not a folder: move it away")
-    for path in (folder / f"{name}{suffix}" for name in NAMES for suffix in (".ckpt", ".part")):
-        if path.is_dir():
-            raise InputError(
-                f"{path} is a folder, but training writes a file there: move it away, or delete it"
-            )
-        if path.exists() and not path.is_file():
-            log.warning("%s is neither file nor folder: it is removed", path)
-            path.unlink(missing_ok=True)
-    last = file = folder / "last.ckpt"
-    if not last.exists():
-        return None
-    try:
-        callbacks = origin.load(last)["callbacks"].values()
-        for name in {Path(kept.get("best_model_path") or last).name for kept in callbacks} - {last.name}:
-            file = folder / name
-            origin.load(file)
-    except Exception as error:
-        why = say_error(error)
-        log.warning("cannot resume from %s (%s): training starts again", file, why)
-        return None
-    log.info("resuming from %s", last)
-    return last
-
-
-class SealedCheckpoints(TorchCheckpointIO):
-    """Writes checkpoints directly in their folder, seals them, then renames them. Lightning itself makes two
-    copies in memory first, and a file on the temporary disk.
-
-    Args:
-        origin: the training they belong to.
-    """
-
-    def __init__(self, origin: CheckpointOrigin) -> None:
-        self._origin = origin
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        file = Path(path)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(".part")
-        part.unlink(missing_ok=True)
-        try:
-            with part.open("wb") as out:  # Python says what failed, torch's own writer where in the file it was
-                torch.save(checkpoint, out)
-            self._origin.seal(part)
-            os.replace(part, file)
-        finally:
-            part.unlink(missing_ok=True)  # half of it would keep a full disk full

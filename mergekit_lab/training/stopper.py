@@ -52,15 +52,17 @@ class Stopper(Callback):
         """Handle the signals within the block, and restore earlier handlers after it. Works in the main thread
         only.
         """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self._take) for number in _SIGNALS}
+        before = self._set_handlers()
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _set_handlers(self) -> dict[signal.Signals, Any]:
+        if threading.current_thread() is not threading.main_thread():
+            return {}
+        return {number: signal.signal(number, self._take) for number in _SIGNALS}
 
     def _take(self, number: int, frame: Any) -> None:
         if self._wanted.is_set():
@@ -73,9 +75,7 @@ class Stopper(Callback):
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Replace the handler that Lightning has just set, which ends training without this checkpoint."""
-        if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
-                signal.signal(number, self._take)
+        self._set_handlers()
 
     def on_train_batch_end(  # type: ignore[override]
         self, trainer: lightning.Trainer, pl_module: FinetuneModule, *_: Any

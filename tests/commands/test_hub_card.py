@@ -11,7 +11,7 @@ from composing import merge_command
 from language import save_tiny
 from safetensors.torch import load_file, save_file
 
-from mergekit_lab.commands.hub_card import read_header, write_recipe
+from mergekit_lab.commands.hub_card import read_header, say_command, write_recipe
 from mergekit_lab.merging import TIES
 
 CARD = "---\nlicense: apache-2.0\nlanguage:\n- en\ntags:\n- other\n---\n# Base\n"
@@ -95,3 +95,13 @@ def test_a_recipe_is_of_what_mergekit_has(aggregator: str | None, written: bool)
         include=None, exclude=(), embeddings=None, dtype=None,
     )  # fmt: skip
     assert bool(write_recipe(prepared)) == written
+
+
+@pytest.mark.parametrize("include", ["*.w", ["*.w"]])
+def test_one_pattern_is_written_as_a_list_of_it(include) -> None:
+    prepared = SimpleNamespace(
+        method=TIES(), sources={"a": "x/a", "b": "x/b"}, base_source="x/base", side={}, include=include,
+        exclude=[], embeddings=None, dtype_name=None,
+    )  # fmt: skip
+    words = shlex.split(say_command(prepared, "out", "dense"))
+    assert {"include=[*.w]", "experts={a: x/a,b: x/b}"} <= {*words}

@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mergekit_lab.merging import TaskArithmetic, merge_state_dicts
-from mergekit_lab.merging.flat import allocate_result
+from mergekit_lab.merging.transfers import allocate_result
 
 _SMAPS = Path("/proc/self/smaps")
 _FREE = {
@@ -44,7 +44,7 @@ class Passes(TorchFunctionMode):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_sum_passes_six_times_over_a_block(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mergekit_lab.merging.job_workers.count_cores", lambda: 1)  # all in this thread
+    monkeypatch.setattr("mergekit_lab.merging.jobs.count_cores", lambda: 1)  # all in this thread
     monkeypatch.setattr("mergekit_lab.merging.blocks.CPU_BLOCK", 64)
     base, *experts = ({"w": torch.full((4, 64), float(n), dtype=dtype)} for n in range(4))
     with Passes() as passes:

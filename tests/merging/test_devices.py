@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mergekit_lab.merging import DARE, TIES, TSVM, blocks, job_workers, merge_state_dicts, stream
+from mergekit_lab.merging import DARE, TIES, TSVM, blocks, jobs, merge_state_dicts, stream
 from mergekit_lab.merging.inputs import open_inputs
 from mergekit_lab.merging.jobs import plan_jobs
 
@@ -86,7 +86,7 @@ def test_matrices_are_read_while_a_device_factorizes_others(room: int, monkeypat
         return deltas(self, name, origin)
 
     monkeypatch.setattr(blocks.Reader, "read_deltas", read_and_tell)
-    monkeypatch.setattr(job_workers, "count_workers", lambda reader: 2)
+    monkeypatch.setattr(jobs, "count_workers", lambda reader: 2)
     monkeypatch.setattr(stream, "STACK_BYTES", room)
     method = WatchedTSVM(early=frozenset({"embed", "mlp"} if room else ()))
     merged = merge_state_dicts(base, experts, method)

@@ -27,7 +27,7 @@ from mergekit_lab.merging import (
     Method,
     WeightAverage,
     blocks,
-    job_workers,
+    jobs,
     merge_state_dicts,
     merge_tensors,
 )
@@ -231,6 +231,6 @@ def test_pooling_small_tensors_changes_nothing(label: str, block: int, monkeypat
     base, experts, fishers = make_world_for(label)
     plain = run(METHODS[label], base, experts, fishers, dtype=torch.float64)
     monkeypatch.setattr(blocks.Reader, "pools", property(lambda self: self.method.pools))
-    monkeypatch.setattr(job_workers, "plan_jobs", lambda reader: [list(reader.inputs.merged)])
+    monkeypatch.setattr(jobs, "plan_jobs", lambda reader: [list(reader.inputs.merged)])
     monkeypatch.setattr(blocks, "CPU_BLOCK", block)
     assert_close(run(METHODS[label], base, experts, fishers, dtype=torch.float64), plain, 1e-7)

@@ -88,9 +88,9 @@ def test_a_parametrization_and_its_numbers_enter_the_experts_key(tmp_path) -> No
 
 
 def test_records_name_the_base_of_an_optimizer_unless_it_is_adamw(tmp_path) -> None:
-    assert make_run(tmp_path, tmp_path, "optimizer=sam").optimizer_name == "sam"
+    assert make_run(tmp_path, tmp_path, "optimizer=sam").name_optimizer() == "sam"
     more = ["optimizer=sam", "optimizer@optimizer.base=sgd", "+optimizer@optimizer_of.digits=mergopt"]
-    assert make_run(tmp_path, tmp_path, *more).optimizer_name == "sam over sgd, mergopt digits"
+    assert make_run(tmp_path, tmp_path, *more).name_optimizer() == "sam over sgd, mergopt digits"
 
 
 def plan_settings(*overrides: str) -> TrainingSettings:

@@ -194,7 +194,7 @@ def make_method(
         based: whether there is a base_model.
     """
     if merge_method == "linear":
-        return Linear(weights=tuple(by_model["weight"]), normalize=bool(shared["normalize"]))
+        return (WeightAverage if shared["normalize"] else Sum)(weights=tuple(by_model["weight"]))
     if merge_method in _OTHERS:
         return _OTHERS[merge_method](shared, by_model, based)
     weights, densities = tuple(float(w) for w in by_model["weight"]), by_model["density"]
@@ -269,21 +269,12 @@ def _make_inner(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linear(Method):
-    """`Σ w_t θ_t`, by `Σ w_t` if `normalize`; the base has a part only if it is one of the experts."""
-
-    normalize: bool = True
+class Sum(Method):
+    """`Σ w_t θ_t`; the base has a part only if it is one of the experts."""
 
     elementwise = True
 
-    def weigh_experts(self, experts: Sequence[str], name: str = "") -> list[float]:
-        if self.normalize:
-            return WeightAverage(weights=self.weights).weigh_experts(experts, name)
-        return super().weigh_experts(experts, name)
-
     def merge(self, name: str, base: Tensor, deltas: Tensor, site: Site) -> Tensor:
-        if self.normalize:
-            return WeightAverage().merge(name, base, deltas, site)
         total = (deltas * site.weights.view(-1, *[1] * base.dim())).sum(dim=0)
         return total + base * (site.weights.sum() - 1)
 

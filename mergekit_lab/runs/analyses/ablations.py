@@ -60,22 +60,13 @@ class FisherFraction(Sweep):
         return self.describe(run, "fisher_fraction", merges=merges)
 
     def compute(self, run: Run, resume: Path) -> Data:
-        own = self.score_experts(run)
-
-        def compute(cell: tuple[str, float]) -> Data:
-            label, fraction = cell
+        def measure(own: dict[str, float], label: str, fraction: float) -> Data:
             with closing(self._vary(run, fraction)) as variant:
                 fishers = [variant.obtain(declare_side_input(variant, "fisher", task)) for task in run.tasks]
                 best = self.find_best(variant, variant.mergers[label].method, own)
-            return {
-                "merger": label,
-                "fraction": fraction,
-                "samples": [each.info["samples"] for each in fishers],
-                **best,
-            }
+            return {"fraction": fraction, "samples": [each.info["samples"] for each in fishers], **best}
 
-        cells = [(label, fraction) for label in self._list_labels(run) for fraction in self.fractions]
-        return {"points": list(compute_each(run, resume, cells, compute, "Fishers").values())}
+        return self.compute_points(run, resume, self._list_labels(run), self.fractions, measure)
 
     def draw(self, data: Data) -> Drawing:
         points = [point | {"percent": 100 * point["fraction"]} for point in data["points"]]

@@ -19,9 +19,10 @@ from torch import Tensor
 from mergekit_lab.analysis.plane import Sample, evaluate_line
 from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.kept_results import Cell, keep_results
-from mergekit_lab.ranges import Count, check_settings
+from mergekit_lab.ranges import Count, check_settings, require_choice
 from mergekit_lab.reporting.encoding import Chart
 from mergekit_lab.runs.finetune import declare_expert
+from mergekit_lab.runs.mergers import Merger
 from mergekit_lab.runs.nodes import Node
 from mergekit_lab.runs.run import Run, load_state
 from mergekit_lab.tasks import Part
@@ -145,6 +146,19 @@ def check_tasks(run: Run, names: Iterable[str], what: str) -> None:
             raise InputError(f"{what} names {name!r}, which is not a task{suggest(name, run.tasks)}")
 
 
+def choose_merger(known: Mapping[str, Merger], label: str | None, lacking: str) -> Merger:
+    """The merger that was asked for, by default the first.
+
+    Raises:
+        InputError: there is none, as `lacking` says, or not that one.
+    """
+    if not known:
+        raise InputError(lacking)
+    label = label or next(iter(known))
+    require_choice("analysis.merger", label, known)
+    return known[label]
+
+
 def choose_pairs(run: Run, pairs: list[list[str]] | None, *, default: int | None) -> list[tuple[str, str]]:
     """The pairs that were asked for, by default the first `default` of all; None: all.
 
@@ -160,11 +174,6 @@ def choose_pairs(run: Run, pairs: list[list[str]] | None, *, default: int | None
             raise InputError(f"analysis.pairs has {list(pair)}; a pair is two different tasks")
         chosen.append((pair[0], pair[1]))
     return chosen
-
-
-def add_planes(planes: Iterable[Sequence[Sequence[float]]]) -> list[list[float]]:
-    """The sum of values over the same two coefficients."""
-    return [[sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*planes, strict=True)]
 
 
 def make_grid(low: float, high: float, points: int) -> list[float]:

@@ -13,7 +13,7 @@ from mergekit_lab.batches import to_device
 from mergekit_lab.curvature import Hessian, top_eigenvalues, trace
 from mergekit_lab.errors import InputError
 from mergekit_lab.ranges import Count
-from mergekit_lab.reporting.figures import Curve, chart_lines, chart_mergers
+from mergekit_lab.reporting.figures import chart_lines, chart_mergers
 from mergekit_lab.reporting.names import display_name
 from mergekit_lab.runs.analyses.contract import (
     Analysis,
@@ -21,6 +21,7 @@ from mergekit_lab.runs.analyses.contract import (
     Drawing,
     OnSamples,
     check_tasks,
+    choose_merger,
     choose_pairs,
     compute_each,
     describe_scores,
@@ -96,12 +97,8 @@ class LossBarrier(OnSamples):
     points: int = 11
 
     def _find_label(self, run: Run) -> str:
-        if not run.mergers:
-            raise InputError("a loss barrier starts at a merged model: set merger=NAME")
-        label = self.merger or next(iter(run.mergers))
-        if label not in run.mergers:
-            raise InputError(f"analysis.merger is {label!r}; this run has {', '.join(run.mergers)}")
-        return label
+        lacking = "a loss barrier starts at a merged model: set merger=NAME"
+        return choose_merger(run.mergers, self.merger, lacking).label
 
     def list_needs(self, run: Run) -> tuple[Node, ...]:
         return (*super().list_needs(run), declare_merged(run, self._find_label(run)))
@@ -201,25 +198,18 @@ class HessianPath(Analysis):
     def draw(self, data: Data) -> Drawing:
         panels = []
         for measure, name in (("eigenvalue", "largest eigenvalue"), ("trace", "trace (Hutch++)")):
-            by_task: dict[str, list[Data]] = {}
-            for point in data["points"]:
-                if measure in point:
-                    by_task.setdefault(point["task"], []).append(point)
-            curves: dict[str, Curve] = {
-                task: ([point["at"] for point in points], [point[measure] for point in points])
-                for task, points in by_task.items()
-            }
-            if len(curves) > 1:
-                columns = zip(*(y for _, y in curves.values()), strict=True)
-                curves["mean"] = (data["shares"], [sum(column) / len(column) for column in columns])
-            spreads = {
-                task: [point["trace_error"] for point in points]
-                for task, points in (by_task if measure == "trace" else {}).items()
-            }
+            values: dict[str, list[float]] = {}
+            spreads: dict[str, list[float]] = {}
+            for point in (each for each in data["points"] if measure in each):
+                values.setdefault(point["task"], []).append(point[measure])
+                if measure == "trace":
+                    spreads.setdefault(point["task"], []).append(point["trace_error"])
+            if len(values) > 1:
+                values["mean"] = [sum(each) / len(each) for each in zip(*values.values(), strict=True)]
+            curves = {task: (data["shares"], each) for task, each in values.items()}
             if curves:
-                panels.append(
-                    chart_lines(name, "λ from θ0 (0) to the expert (1)", name, curves, spreads=spreads)
-                )
+                at = "λ from θ0 (0) to the expert (1)"
+                panels.append(chart_lines(name, at, name, curves, spreads=spreads))
         return Drawing("Curvature of the loss along fine-tuning", panels)
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from annotated_types import Ge, MinLen
 from torch import Tensor
@@ -21,7 +22,6 @@ from mergekit_lab.runs.analyses.contract import (
     Data,
     Drawing,
     OnSamples,
-    add_planes,
     choose_pairs,
     compute_each,
     make_grid,
@@ -116,7 +116,7 @@ class Landscape(_OnPlane):
             losses = {n.removeprefix("loss/"): v for n, v in entry["measures"].items() if n.startswith("loss/")}
             first, second = entry["pair"]
             points = {"θ0": (0.0, 0.0), first: (1.0, 0.0), second: (0.0, 1.0)}
-            shown = {f"joint loss, {first} + {second}": add_planes(losses.values())}
+            shown = {f"joint loss, {first} + {second}": np.sum(list(losses.values()), axis=0).tolist()}
             if len(data["pairs"]) == 1:
                 shown |= {f"loss of {task}": values for task, values in losses.items()}
             panels += [self._chart(data, title, values, points) for title, values in shown.items()]
@@ -187,7 +187,7 @@ class ExpertCloud(OnSamples):
         first, second = (f"{100 * share:.0f} %" for share in data["explained"])
         names = (f"component 1 ({first})", f"component 2 ({second})")
         shown = [
-            ("all tasks", add_planes(data["loss"].values()), points),
+            ("all tasks", np.sum(list(data["loss"].values()), axis=0).tolist(), points),
             *((task, values, {task: points[task]}) for task, values in data["loss"].items()),
         ]
         panels = [

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ from typing import Annotated, Any
 import torch
 from annotated_types import Ge, MinLen
 
-from mergekit_lab.errors import InputError, suggest
+from mergekit_lab.errors import InputError
 from mergekit_lab.merging import EpiMer, Method
 from mergekit_lab.ranges import Count
 from mergekit_lab.reporting.figures import Curve, chart_lines, chart_mergers
@@ -20,6 +21,7 @@ from mergekit_lab.runs.analyses.contract import (
     Data,
     Drawing,
     OnSamples,
+    choose_merger,
     compute_each,
     describe_experts,
     normalize_mean,
@@ -52,6 +54,15 @@ class Sweep(OnSamples):
         if not mergers:
             raise InputError(f"no merger of this run can be swept by {name}: set merger=tsvm")
         return self.describe(run, name, mergers=merge_keys(run, mergers), **settings)
+
+    def compute_points(
+        self, run: Run, resume: Path, labels: Iterable[str], values: Iterable[Any], measure: Callable[..., Data]
+    ) -> Data:
+        """Of every merger and swept value a point: what `measure(experts' values, label, value)` gives."""
+        own = self.score_experts(run)
+        cells = product(labels, values)
+        points = compute_each(run, resume, cells, lambda c: {"merger": c[0], **measure(own, *c)}, "merging")
+        return {"points": list(points.values())}
 
     def find_best(
         self, run: Run, method: Method, own: dict[str, float], tasks: Sequence[str] | None = None
@@ -110,16 +121,11 @@ class RankSweep(Sweep):
         return self._describe_mergers(run, self._list_mergers(run), ranks=list(self.ranks))
 
     def compute(self, run: Run, resume: Path) -> Data:
-        own = self.score_experts(run)
-
-        def compute(cell: tuple[str, int]) -> Data:
-            label, rank = cell
+        def measure(own: dict[str, float], label: str, rank: int) -> Data:
             method: Any = run.mergers[label].method
-            return {"merger": label, "rank": rank, **self.find_best(run, replace(method, rank=rank), own)}
+            return {"rank": rank, **self.find_best(run, replace(method, rank=rank), own)}
 
-        cells = [(label, rank) for label in self._list_mergers(run) for rank in self.ranks]
-        points = compute_each(run, resume, cells, compute, "sweeping ranks")
-        return {"points": list(points.values())}
+        return self.compute_points(run, resume, self._list_mergers(run), self.ranks, measure)
 
     def draw(self, data: Data) -> Drawing:
         return draw_best("Directions an expert keeps", "rank k", "rank", data["points"], self.part)
@@ -159,18 +165,12 @@ class ExpertCount(Sweep):
         return groups
 
     def compute(self, run: Run, resume: Path) -> Data:
-        own = self.score_experts(run)
-
-        def compute(cell: tuple[str, tuple[str, ...]]) -> Data:
-            label, group = cell
+        def measure(own: dict[str, float], label: str, group: tuple[str, ...]) -> Data:
             best = self.find_best(run, run.mergers[label].method, own, group)
-            return {"merger": label, "tasks": list(group), "experts": len(group), **best}
+            return {"tasks": list(group), "experts": len(group), **best}
 
-        cells = [
-            (label, tuple(group)) for label in list_scaled_mergers(run) for group in self._list_groups(run)
-        ]
-        points = compute_each(run, resume, cells, compute, "merging groups")
-        return {"points": list(points.values())}
+        groups = [tuple(group) for group in self._list_groups(run)]
+        return self.compute_points(run, resume, list_scaled_mergers(run), groups, measure)
 
     def draw(self, data: Data) -> Drawing:
         return draw_best("Experts merged", "experts", "experts", data["points"], self.part)
@@ -225,13 +225,7 @@ class CurvatureGain(OnSamples):
 
     def _find_merger(self, run: Run) -> Merger:
         known = {label: m for label, m in run.mergers.items() if isinstance(m.method, EpiMer)}
-        if not known:
-            raise InputError("no merger of this run is an EpiMer: set merger=epimer")
-        label = self.merger or next(iter(known))
-        if label not in known:
-            near = suggest(label, known)
-            raise InputError(f"analysis.merger is {label!r}, which is not an EpiMer of this run{near}")
-        return known[label]
+        return choose_merger(known, self.merger, "no merger of this run is an EpiMer: set merger=epimer")
 
     def describe_content(self, run: Run) -> dict[str, Any]:
         merger = self._find_merger(run)

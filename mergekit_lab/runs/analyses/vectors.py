@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ from typing import Annotated, Any
 import torch
 from annotated_types import Ge, MinLen
 from torch import Tensor
+from torch.distributions import Laplace, Normal
 
 from mergekit_lab.analysis import Interference, measure_layers
 from mergekit_lab.analysis.interference import encode_sums
@@ -33,7 +33,7 @@ from mergekit_lab.runs.analyses.contract import (
 from mergekit_lab.runs.run import Run
 
 SUM = "+sum"
-KINDS = ("laplace", "gaussian")
+KINDS = {"laplace": Laplace, "gaussian": Normal}
 """Distributions that are fitted to entries."""
 ALL = "+all"
 """The cell of all task vectors together."""
@@ -211,7 +211,7 @@ class EntryDistribution(Analysis):
             curves = {"entries": (x, entry["density"])}
             for kind in KINDS:
                 name = f"{kind}, K–S {fits[kind]['ks_distance']:.3f}"
-                curves[name] = (x, [_evaluate_density(value, kind, fits[kind]) for value in x])
+                curves[name] = (x, _evaluate_density(x, kind, fits[kind]))
             title = "sum of all" if label == SUM else label
             title += f", {100 * entry['share_unchanged']:.0f} % unchanged"
             panels.append(chart_lines(title, "change of a weight", "density", curves))
@@ -224,9 +224,6 @@ def fit_entries(entries: Tensor) -> Data:
     return {"fits": fits, "share_unchanged": float((entries == 0).double().mean())}
 
 
-def _evaluate_density(x: float, kind: str, fit: Mapping[str, float]) -> float:
-    scale = fit["scale"] or 1e-300
-    z = abs(x - fit["loc"]) / scale
-    if kind == "laplace":
-        return math.exp(-z) / (2 * scale)
-    return math.exp(-z * z / 2) / (math.sqrt(2 * math.pi) * scale)
+def _evaluate_density(x: Sequence[float], kind: str, fit: Mapping[str, float]) -> list[float]:
+    loc, scale = torch.tensor([fit["loc"], fit["scale"] or 1e-150], dtype=torch.float64)
+    return KINDS[kind](loc, scale).log_prob(torch.tensor(x, dtype=torch.float64)).exp().tolist()

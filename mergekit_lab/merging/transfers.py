@@ -1,6 +1,4 @@
-"""Flat ranges of a merge's inputs, and how they reach a device."""
-
-from __future__ import annotations
+"""Memory for a merge's results, and how its inputs reach a device."""
 
 import math
 import mmap
@@ -10,51 +8,6 @@ from functools import reduce
 
 import torch
 from torch import Tensor
-from torch._utils import _unflatten_dense_tensors
-
-from mergekit_lab.merging.contract import Segment
-from mergekit_lab.merging.inputs import Inputs
-
-
-class Flat:
-    """Read flat ranges of base and experts.
-
-    Args:
-        inputs: where they are read.
-        keep: keep them all open, which costs nothing where they lie in the device's memory anyway; else only
-            those of the tensor that was read last.
-    """
-
-    def __init__(self, inputs: Inputs, keep: bool) -> None:
-        self._checkpoints = (inputs.base, *inputs.experts.values())
-        self._keep = keep
-        self._rows: dict[str, list[Tensor]] = {}
-        self._memory: dict[str, Tensor] = {}
-
-    def allocate(self, use: str, rows: int, size: int, compute: torch.dtype, device: torch.device) -> Tensor:
-        """`[rows, size]`; on a CPU the same memory for every block, because new pages cost more than the
-        arithmetic.
-        """
-        if device.type != "cpu":
-            return torch.empty((rows, size), dtype=compute, device=device)
-        if use not in self._memory or self._memory[use].numel() < rows * size:
-            self._memory[use] = torch.empty(rows * size, dtype=compute)
-        return self._memory[use][: rows * size].view(rows, size)
-
-    def read(self, segment: Segment) -> list[Tensor]:
-        """The segment of the base and of every expert: whole tensors in their own shape, ranges flat."""
-        rows = self._rows.get(segment.name)
-        if rows is None:
-            if not self._keep:
-                self._rows.clear()
-            rows = [checkpoint[segment.name] for checkpoint in self._checkpoints]
-            if segment.stop - segment.start < rows[0].numel():
-                rows = [row.reshape(-1) for row in rows]
-            self._rows[segment.name] = rows
-        size = segment.stop - segment.start
-        if size == rows[0].numel():
-            return rows
-        return [row.narrow(0, segment.start, size) for row in rows]
 
 
 def allocate_result(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -114,8 +67,3 @@ def send(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 def send_whole(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on a device: itself if it is there."""
     return tensor if tensor.device == device else send([tensor], device).view(tensor.shape)
-
-
-def view_like(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of the flat tensor, end to end, in the shapes of others."""
-    return list(_unflatten_dense_tensors(flat, like))
