@@ -44,3 +44,13 @@ def run(folder, head, make_optimizer=ADAMW, settings=SETTINGS, on_metrics=None, 
 
 class Cut(Exception):
     pass
+
+
+def cut_at(last: int):
+    """What ends a training at a step, given as `on_metrics`."""
+
+    def cut(metrics, step: int) -> None:
+        if step == last:
+            raise Cut
+
+    return cut

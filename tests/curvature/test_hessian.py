@@ -37,7 +37,7 @@ def compute_dense(case: Case) -> Tensor:
         )
 
     with sdpa_kernel(SDPBackend.MATH):
-        return hessian(compute_loss, torch.cat([p.flatten() for p in named.values()]))
+        return hessian(compute_loss, torch.cat([p.flatten() for p in named.values()]), vectorize=True)
 
 
 def select(case: Case, *kept: str) -> Case:

@@ -185,29 +185,6 @@ def test_a_closure_that_fails_leaves_the_mode_s_weights(make, step) -> None:
     assert optimizer.averaged_count == 2
 
 
-def test_modes_reach_the_weights_through_a_stand_in() -> None:
-    """Lightning hands out an object of a derived class whose attributes live elsewhere."""
-    problem = Problem()
-    optimizer = WASAM(problem.model.named_parameters(), base=BASES["adamw"], steps=4, start=0)
-    for _ in range(2):
-        optimizer.step(problem.closure)
-
-    class WASAMStandIn(WASAM):
-        def __init__(self, real: WASAM) -> None:
-            self._real = real
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(self._real, name)
-
-    average = problem.copy_weights()
-    WASAMStandIn(optimizer).train()
-    assert optimizer.training
-    assert_differ(problem.copy_weights(), average)
-    WASAMStandIn(optimizer).eval()
-    assert not optimizer.training
-    assert_equal_bits(problem.copy_weights(), average)
-
-
 def test_in_train_mode_swa_uses_the_gradients_of_the_loop_and_wasam_refuses_to_drop_them() -> None:
     for make, step in KINDS.values():
         problem = Problem()

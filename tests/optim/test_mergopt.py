@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.optim import MergOPT
+from mergekit_lab.optim import WASAM, MergOPT
 from optim.problems import BASES, Problem, assert_close, assert_differ, assert_equal_bits
 
 strong = partial(MergOPT, scale=0.05, coefficients=(0.3, 0.7))
@@ -122,28 +122,14 @@ def test_loading_in_train_mode_is_refused() -> None:
     assert_equal_bits(problem.copy_weights(), away)
 
 
-def test_micro_batches_accumulate_in_train_mode() -> None:
+@pytest.mark.parametrize("last_in_closure", [False, True])
+def test_micro_batches_accumulate_in_train_mode(last_in_closure: bool) -> None:
+    """With the last one in a closure is Lightning's order."""
     whole, optimizer = build(base="sgd")
     optimizer.step(whole.closure)
 
     parts, optimizer = build(base="sgd")
     optimizer.train()
-    x, y = parts.x, parts.y
-    for half in (slice(0, 6), slice(6, 12)):
-        (0.5 * nn.functional.cross_entropy(parts.model(x[half]), y[half])).backward()
-    optimizer.step()
-    optimizer.eval()
-    assert_close(parts.copy_weights(), whole.copy_weights(), 1e-12)
-
-
-def test_micro_batches_accumulate_in_train_mode_with_the_last_one_in_a_closure() -> None:
-    """Lightning's order: earlier micro-batches outside `step`, the last one inside it."""
-    whole, optimizer = build(base="sgd")
-    optimizer.step(whole.closure)
-
-    parts, optimizer = build(base="sgd")
-    optimizer.train()
-    optimizer.zero_grad()
 
     def compute_half(rows: slice) -> Tensor:
         loss = 0.5 * nn.functional.cross_entropy(parts.model(parts.x[rows]), parts.y[rows])
@@ -151,7 +137,11 @@ def test_micro_batches_accumulate_in_train_mode_with_the_last_one_in_a_closure()
         return loss
 
     compute_half(slice(0, 6))
-    optimizer.step(lambda: compute_half(slice(6, 12)))
+    if last_in_closure:
+        optimizer.step(lambda: compute_half(slice(6, 12)))
+    else:
+        compute_half(slice(6, 12))
+        optimizer.step()
     optimizer.eval()
     assert_close(parts.copy_weights(), whole.copy_weights(), 1e-12)
 
@@ -165,25 +155,29 @@ def test_a_sparse_gradient_is_refused_without_a_closure_too() -> None:
         optimizer.step()
 
 
-def test_train_and_eval_reach_the_weights_through_a_stand_in() -> None:
+@pytest.mark.parametrize("make", [strong, partial(WASAM, steps=4, start=0)], ids=["MergOPT", "WASAM"])
+def test_modes_reach_the_weights_through_a_stand_in(make) -> None:
     """Lightning hands out an object of a derived class whose attributes live elsewhere."""
-    problem, optimizer = build()
+    problem = Problem()
+    optimizer = make(problem.model.named_parameters(), base=BASES["adamw"])
+    for _ in range(2):
+        optimizer.step(problem.closure)
 
-    class MergOPTStandIn(MergOPT):
-        def __init__(self, real: MergOPT) -> None:
+    class StandIn(type(optimizer)):
+        def __init__(self, real: torch.optim.Optimizer) -> None:
             self._real = real
 
         def __getattr__(self, name: str) -> object:
             return getattr(self._real, name)
 
-    theta = problem.copy_weights()
-    MergOPTStandIn(optimizer).train()
+    shown = problem.copy_weights()
+    StandIn(optimizer).train()
     away = problem.copy_weights()
-    assert_differ(away, theta)
+    assert_differ(away, shown)
     optimizer.train()
     assert_equal_bits(problem.copy_weights(), away)
-    MergOPTStandIn(optimizer).eval()
-    assert_equal_bits(problem.copy_weights(), theta)
+    StandIn(optimizer).eval()
+    assert_equal_bits(problem.copy_weights(), shown)
 
 
 def test_a_closure_that_fails_in_train_mode_leaves_the_offset_point() -> None:

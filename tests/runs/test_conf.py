@@ -18,7 +18,7 @@ from mergekit_lab.schema.stages import STAGES, check_stages
 
 GROUPS = [
     *("backbone", "suite", "finetuning", "optimizer", "training", "curvature"),
-    *("search", "analysis", "merger", "logger", "store"),
+    *("search", "analysis", "logger", "store"),
 ]
 
 
@@ -32,12 +32,14 @@ ROWS = [
 ]
 """One option of each group, until the longest group ends: none depends on another's."""
 ROWS += [{"trainer": option} for option in list_options("trainer")]
+ROWS += [{f"merger@mergers.{option}": option for option in list_options("merger")}]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(row.values()))
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(row.values())[:80])
 def test_every_option_composes_and_every_target_takes_its_keys(row: dict[str, str]) -> None:
     named = ["backbone.source=org/name"] if row.get("backbone", "").startswith("hf_") else []
-    cfg, choices = compose_config([*(f"{group}={option}" for group, option in row.items()), *named])
+    taken = [f"{'+' if '@' in group else ''}{group}={option}" for group, option in row.items()]
+    cfg, choices = compose_config([*taken, *named])
     check(settle(cfg))
     assert choices.items() >= row.items()
 
@@ -52,9 +54,10 @@ def test_every_experiment_says_its_question_and_its_command() -> None:
     assert [name for name, command in commands.items() if not command] == []
 
 
-@pytest.mark.parametrize("option", [f.stem for f in sorted((find_conf_dir() / "optimizer").glob("*.yaml"))])
+@pytest.mark.parametrize("option", list_options("optimizer"))
 def test_every_optimizer_configuration_builds_from_named_parameters(option: str, encoder) -> None:
-    make = make_optimizer_factory(compose_config([f"optimizer={option}"])[0].optimizer, steps=100)
+    every = [f"+optimizer@optimizer_of.{option}={option}" for option in list_options("optimizer")]
+    make = make_optimizer_factory(compose_config(every)[0].optimizer_of[option], steps=100)
     optimizer = make(list(encoder.named_parameters()))
     assert optimizer.param_groups[0]["lr"] == pytest.approx(2e-4)
 

@@ -100,7 +100,9 @@ def plan_settings(*overrides: str) -> TrainingSettings:
 
 def test_a_budget_of_gradient_evaluations_gives_every_optimizer_the_steps_it_pays_for() -> None:
     budget = ["training.budget=gradient_evaluations", "training.steps=300", "training.warmup_steps=30"]
-    steps = {o: plan_settings(*budget, f"optimizer={o}").steps for o in OPTIMIZERS}
+    cfg, _ = compose_config([*TINY, *budget, *(f"+optimizer@optimizer_of.{o}={o}" for o in OPTIMIZERS)])
+    settings = TrainingSettings(**cfg.training)
+    steps = {o: settings.plan(count_evaluations_a_step(cfg.optimizer_of[o])).steps for o in OPTIMIZERS}
     once = {"adamw", "sgd", "mergopt", "rwp", "swa"}
     assert steps == {o: 300 if o in once else 150 for o in OPTIMIZERS}
     cases = {

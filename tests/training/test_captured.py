@@ -8,7 +8,7 @@ import recorder
 import torch
 from tiny import TinyEncoder, make_tiny_objective
 from torch.nn import functional
-from trainings import OPTIMIZERS, SETTINGS, Cut, run
+from trainings import OPTIMIZERS, SETTINGS, Cut, cut_at, run
 
 from mergekit_lab.optim.capturable import keep_on_device
 from mergekit_lab.optim.wrapper import WrappedOptimizer
@@ -77,14 +77,10 @@ def test_what_is_replayed_is_what_runs_as_written_bit_for_bit(name, head, card) 
 def test_a_replayed_training_that_was_cut_equals_one_that_was_not_bit_for_bit(tmp_path, head, card) -> None:
     settings = replace(SETTINGS, keep="last", capture=True)
 
-    def cut(metrics, step) -> None:
-        if step == 8:
-            raise Cut
-
     whole = run(tmp_path / "whole", head, OPTIMIZERS["mergopt"], settings)
     assert sum(graph.replays for graph in card.graphs) >= 8
     with pytest.raises(Cut):
-        run(tmp_path / "cut", head, OPTIMIZERS["mergopt"], settings, on_metrics=cut)
+        run(tmp_path / "cut", head, OPTIMIZERS["mergopt"], settings, on_metrics=cut_at(8))
     saved = torch.load(tmp_path / "cut/last.ckpt", weights_only=True)["optimizer_states"][0]["param_groups"][0]
     assert isinstance(saved["lr"], float)
     assert not saved["capturable"]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny import TinyEncoder, make_tiny_objective
-from trainings import ADAMW, OPTIMIZERS, SETTINGS, Cut, run
+from trainings import ADAMW, OPTIMIZERS, SETTINGS, Cut, cut_at, run
 
 from mergekit_lab import InputError
 from mergekit_lab.optim import SAM
@@ -26,12 +26,8 @@ def test_a_run_cut_in_the_middle_and_resumed_equals_the_uninterrupted_one_bit_fo
     )
     whole = run(tmp_path / "whole", head, OPTIMIZERS[name], settings)
 
-    def cut(metrics, step) -> None:
-        if step == 8:
-            raise Cut
-
     with pytest.raises(Cut):
-        run(tmp_path / "cut", head, OPTIMIZERS[name], settings, on_metrics=cut)
+        run(tmp_path / "cut", head, OPTIMIZERS[name], settings, on_metrics=cut_at(8))
     steps = []
     resumed = run(tmp_path / "cut", head, OPTIMIZERS[name], settings, on_metrics=lambda m, s: steps.append(s))
     assert min(steps) > 3

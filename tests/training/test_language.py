@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from language import Colors, make_tiny_backbone, save_tiny
-from trainings import Cut
+from trainings import Cut, cut_at
 
 from mergekit_lab.backbones import LoRA
 from mergekit_lab.backbones.rows import round_up
@@ -39,13 +39,9 @@ def test_a_cut_training_resumed_equals_the_uninterrupted_one_bit_for_bit(archite
             on_metrics=on_metrics,
         )  # fmt: skip
 
-    def cut(metrics, step) -> None:
-        if step == 5:
-            raise Cut
-
     whole = run("whole")
     with pytest.raises(Cut):
-        run("cut", cut)
+        run("cut", cut_at(5))
     steps = []
     resumed = run("cut", lambda metrics, step: steps.append(step))
     assert min(steps) == 5
