@@ -18,7 +18,7 @@ from mergekit_lab.merging.inputs import open_inputs
 from mergekit_lab.merging.jobs import count_work, plan_jobs
 from mergekit_lab.merging.stream import open_readers
 from mergekit_lab.paths import find_conf_dir
-from mergekit_lab.runs.plan import estimate_seconds, format_plan
+from mergekit_lab.runs.plan import describe_plan, estimate_seconds
 from mergekit_lab.store import Store
 from mergekit_lab.training import TrainingSettings
 from mergekit_lab.training.fit import Progress
@@ -137,9 +137,11 @@ def test_a_plan_prices_a_training_by_its_gradients() -> None:
     assert estimate_seconds(imported, [trained]) is None  # type: ignore[arg-type]
 
 
-def test_a_first_plan_does_not_say_that_it_takes_no_time(tmp_path) -> None:
-    node = SimpleNamespace(kind="experts", needs=(), content={})
-    line = format_plan({"a": node}, (), Store(tmp_path), 1)  # type: ignore[dict-item]
+def test_a_first_plan_does_not_say_that_it_takes_no_time(tmp_path, monkeypatch) -> None:
+    node = SimpleNamespace(kind="experts", name="experts-a", needs=(), content={})
+    monkeypatch.setattr("mergekit_lab.runs.plan.list_nodes", lambda run: [node])
+    run = SimpleNamespace(store=Store(tmp_path), find=lambda node: None)
+    line = describe_plan([run])  # type: ignore[list-item]
     assert "0 s" not in line
     assert "unknown" in line.splitlines()[-1]
 
