@@ -44,7 +44,8 @@ Rate = Annotated[float, Gt(0), Le(FASTEST)]
 Number = Annotated[float, Ge(-FASTEST), Le(FASTEST)]
 
 _WORDS = {float: "a number", int: "a whole number", NoneType: "null", Sequence: "a list", Mapping: "a mapping"}
-_PLAIN = (*_WORDS, bool, str, Any, ..., list, tuple, dict, Union, UnionType)
+_PLURALS = {float: "numbers", int: "whole numbers", str: "texts", Mapping: "mappings"}
+_PLAIN = (*_WORDS, bool, str, list, dict, Union, UnionType)
 _BOUNDS = {Ge: "ge", Gt: "gt", Le: "le", Lt: "lt"}
 _OUT_OF_RANGE = {"greater_than_equal", "greater_than", "less_than_equal", "less_than"}
 """pydantic's errors of numbers."""
@@ -60,9 +61,11 @@ def check_settings(taker: Callable[..., Any], settings: Mapping[str, object], na
         settings: by name.
         named: what messages call one, "training.{}".
     """
-    for name, hints in _read_hints(taker).items():
-        for hint in hints if name in settings else ():
-            check_value(settings[name], hint, named.format(name), of_parent=hint is not hints[0])
+    for name, (own, *inherited) in _read_hints(taker).items():
+        if name in settings:
+            check_value(settings[name], own, named.format(name))
+            for hint in inherited if not _has_choices(own) else ():
+                check_value(settings[name], hint, named.format(name), of_parent=True)
 
 
 @cache
@@ -101,7 +104,8 @@ def strip_annotation(hint: Any) -> Any:
 
 def list_options(hint: Any) -> tuple[Any, ...]:
     """The members of a union, or the type itself."""
-    return get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
+    plain = strip_annotation(hint)
+    return get_args(plain) if get_origin(plain) in (UnionType, Union) else (hint,)
 
 
 def check_value(value: Any, hint: Any, name: str, *, of_parent: bool = False) -> Any:
@@ -120,34 +124,46 @@ def check_value(value: Any, hint: Any, name: str, *, of_parent: bool = False) ->
     """
     from pydantic import ValidationError
 
-    adapter, where = _make_adapter(hint), f"{name} is {abbreviate(value)}"
-    if not _is_finite(value):
+    adapter, where, plain = _make_adapter(hint), f"{name} is {abbreviate(value)}", _to_plain(value)
+    if not _is_finite(plain):
         raise InputError(f"{where}; it must be finite in float32")
     if adapter is None:
         return value
     try:
-        read = adapter.validate_json(json.dumps(value, default=_make_plain))
+        read = _validate(adapter, plain)
     except ValidationError as error:
         kinds = {each["type"] for each in error.errors(include_url=False, include_input=False)}
         if of_parent and all(kind.endswith("_type") for kind in kinds):
             return value
         raise InputError(f"{where}{_describe_rule(kinds, hint, value)}") from None
-    if isinstance(value, int) and not -_LONGEST <= value < _LONGEST:
-        rule = "a whole number, below 2**63 in size, or finite in float32, as 1e30"
-        raise InputError(f"{where}; it must be {rule}")
+    if isinstance(plain, int) and not -_LONGEST <= plain < _LONGEST:
+        wide = any(strip_annotation(option) is float for option in list_options(hint))
+        rule = "finite in float32; write large ones as 1e30" if wide else "below 2**63 in size"
+        raise InputError(f"{where}; it must be a whole number, {rule}")
     return read
 
 
-def _is_finite(value: Any) -> bool:
+def _to_plain(value: Any) -> Any:
+    """Other mappings and sequences as Python's own, at any depth."""
     if isinstance(value, Mapping):
-        return all(map(_is_finite, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_finite, value))
+        return {key: _to_plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return list(map(_to_plain, value))
+    return value
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, list | dict):
+        return all(map(_is_finite, value.values() if isinstance(value, dict) else value))
     return not isinstance(value, float | int) or abs(value) <= FLOAT32_MAX
 
 
-def _make_plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else repr(value)
+def _validate(adapter: TypeAdapter[Any], plain: Any) -> Any:
+    try:
+        text = json.dumps(plain, default=repr)
+    except TypeError:  # JSON has no such keys
+        return adapter.validate_python(plain)
+    return adapter.validate_json(text)
 
 
 @cache
@@ -166,9 +182,13 @@ def _describe_rule(kinds: set[str], hint: Any, value: Any) -> str:
     if kinds & {*_OUT_OF_RANGE, "too_short"}:
         rule = describe_range(_list_bounds(hint)) if kinds & _OUT_OF_RANGE else "a list with something in it"
         return f"; it must be {rule}{', or null' if NoneType in list_options(hint) else ''}"
-    if any(get_origin(option) is Literal for option in list_options(hint)):
+    if _has_choices(hint):
         return suggest(str(value), [word for option in list_options(hint) for word in _list_words(option)])
     return f"; it must be {describe_type(hint)}"
+
+
+def _has_choices(hint: Any) -> bool:
+    return any(get_origin(strip_annotation(option)) is Literal for option in list_options(hint))
 
 
 def describe_type(hint: Any) -> str:
@@ -182,8 +202,14 @@ def _list_words(option: Any) -> list[str]:
         return ["true", "false"]
     if get_origin(plain) is Literal:
         return list(map(str, get_args(plain)))
+    if get_origin(plain) is Sequence:
+        options = map(strip_annotation, list_options(get_args(plain)[0]))
+        return [
+            "a list of "
+            + " or ".join(_PLURALS.get(get_origin(each) or each) or _name(each) for each in options)
+        ]
     bounds = describe_range(_list_bounds(option))
-    return [(_WORDS.get(plain) or _name(plain)) + (f" that is {bounds}" if bounds else "")]
+    return [(_WORDS.get(get_origin(plain) or plain) or _name(plain)) + (f" that is {bounds}" if bounds else "")]
 
 
 def _name(hint: Any) -> str:

@@ -11,8 +11,10 @@ Legend: P entries of all parameters that require gradients, k iterations, m prod
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from annotated_types import Ge
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -20,7 +22,7 @@ from mergekit_lab.batches import Batch, count_samples
 from mergekit_lab.curvature.fisher import switch_to_evaluation
 from mergekit_lab.curvature.likelihood import compute_logits, log_likelihood
 from mergekit_lab.errors import InputError
-from mergekit_lab.ranges import require
+from mergekit_lab.ranges import check_value
 
 Product = Callable[[Tensor], Tensor]
 
@@ -175,7 +177,7 @@ def trace(product: Product, like: Tensor, *, products: int = 30, seed: int = 0) 
     Raises:
         InputError: fewer than 6 products.
     """
-    require(products >= 6, "products", products, "at least 6")
+    check_value(products, Annotated[int, Ge(6)], "products")
     third = products // 3
     generator = torch.Generator().manual_seed(seed)
 

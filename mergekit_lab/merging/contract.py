@@ -170,13 +170,12 @@ class Method:
     def __post_init__(self) -> None:
         """Keep numpy's numbers as Python's. Extend it by `super()`."""
         for name, value in vars(self).items():
-            if isinstance(value, numpy.generic):
-                object.__setattr__(self, name, value.item())
+            if isinstance(value, numpy.generic) or type(value) in (list, tuple, dict):
+                object.__setattr__(self, name, _to_python(value))
 
     @classmethod
     def _check_values(cls, settings: Mapping[str, Any]) -> None:
-        plain = {n: v.item() if isinstance(v, numpy.generic) else v for n, v in settings.items()}
-        check_settings(cls, plain)
+        check_settings(cls, {name: _to_python(value) for name, value in settings.items()})
         weights = settings.get("weights")
         require(weights is None or not cls.without_weights, "weights", weights, f"None: {cls.without_weights}")
 
@@ -327,6 +326,16 @@ class ScaledMethod(Method):
 def is_finite(value: float) -> bool:
     """Whether a number is one in float32, too, in which most merges are computed."""
     return abs(value) <= FLOAT32_MAX
+
+
+def _to_python(value: Any, numbers: Any = numpy.generic) -> Any:
+    """Numbers of numpy as Python's; within lists and mappings those of torch, too."""
+    within = numpy.generic | Tensor
+    if isinstance(value, Mapping):
+        return {key: _to_python(item, within) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return (list if isinstance(value, list) else tuple)(_to_python(item, within) for item in value)
+    return value.item() if isinstance(value, numbers) and value.ndim == 0 else value
 
 
 def _match(patterns: Mapping[str, float], name: str, default: float) -> float:

@@ -56,7 +56,9 @@ def _run_job(reader: Reader, names: list[str], survey: Any, dtype: torch.dtype |
                 if isinstance(method, SpectralMethod) and together:
                     merges = method.merge_matrices(deltas, sites)
                 else:
-                    merges = method.merge(part[0], bases[0].to(inputs.compute), deltas[0], sites[0])[None]
+                    own = bases[0].to(inputs.compute, copy=True)  # or a method could write into the inputs
+                    merges = method.merge(part[0], own, deltas[0], sites[0])[None]
+                    del own
             del deltas, sites
             for name, base, merged in zip(part, bases, merges, strict=True):
                 reader.expect_finite_result(name, merged)

@@ -5,8 +5,8 @@ A file of records is JSON Lines: one object a line, every field present, no othe
 
 import json
 import math
-import os
 import unicodedata
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -154,7 +154,7 @@ def deduplicate(records: Iterable[Record]) -> list[Record]:
 def write_text(path: Path, text: str) -> None:
     """Write `text` so that `path` holds all of it or what it held before, also after a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{os.getpid()}.{path.name}")
+    partial = path.with_name(f".{uuid.uuid4().hex}.{path.name}")
     try:
         partial.write_text(text, encoding="utf-8")
         sync_to_disk(partial)

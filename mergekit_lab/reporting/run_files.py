@@ -135,8 +135,14 @@ def _read_samples(folder: Path) -> Samples:
 
 def _read_json(file: Path, kind: Any) -> Any:
     """What a file holds, as a value of this type; None if there is no file."""
+    if not file.exists():
+        return None
     try:
-        return _adapt(kind).validate_json(file.read_bytes()) if file.exists() else None
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise InputError(f"{file} is not JSON ({error})") from None
+    try:
+        return _adapt(kind).validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

@@ -100,9 +100,9 @@ def check_against(cfg: DictConfig, schema: type) -> DictConfig:
 
 def _with_floats(value: Any, read: Any) -> Any:
     """A value with the floats of what was read of it."""
-    if isinstance(value, Mapping):
-        return {name: _with_floats(item, read[name]) for name, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, Mapping) and isinstance(read, Mapping):
+        return {name: _with_floats(item, read.get(name, item)) for name, item in value.items()}
+    if isinstance(value, list) and isinstance(read, list | tuple) and len(value) == len(read):
         return [_with_floats(*pair) for pair in zip(value, read, strict=True)]
     return read if type(value) is int and type(read) is float else value
 
@@ -197,7 +197,7 @@ def _check_target(node: Mapping[str, Any], hint: Any, path: tuple[str, ...]) -> 
 def _list_classes(hint: Any) -> tuple[type, ...]:
     """The classes that may be made where this type is declared."""
     classes: list[type] = []
-    for option in list_options(hint):
+    for option in map(strip_annotation, list_options(hint)):
         origin, arguments = get_origin(option), get_args(option)
         if origin is Target and get_origin(arguments[0]) is Literal:
             classes += [get_class(name) for name in get_args(arguments[0])]

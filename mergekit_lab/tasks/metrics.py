@@ -35,7 +35,7 @@ def register_metric(*, mean: bool) -> Callable[[Metric], Metric]:
     """
 
     def register(function: Metric) -> Metric:
-        reads = "sources" in signature(function).parameters
+        reads = signature(function).parameters.get("sources")
 
         @wraps(function)
         def check_and_score(
@@ -43,7 +43,7 @@ def register_metric(*, mean: bool) -> Callable[[Metric], Metric]:
         ) -> float:
             if not len(predictions):
                 raise InputError(f"{function.__name__} needs predictions, and there are none")
-            if reads and sources is None:
+            if reads and reads.default is reads.empty and sources is None:
                 raise InputError(f"{function.__name__} also needs sources (the prompts)")
             for kind, texts in (("references", references), ("sources", sources)):
                 if texts is not None and len(texts) != len(predictions):
@@ -51,7 +51,7 @@ def register_metric(*, mean: bool) -> Callable[[Metric], Metric]:
                         f"{function.__name__}: {len(predictions)} predictions have {len(texts)} {kind}; one "
                         "each is needed"
                     )
-            return function(predictions, references, *((sources,) if reads else ()))
+            return function(predictions, references, *((sources,) if reads and sources is not None else ()))
 
         METRICS[function.__name__] = check_and_score
         if mean:

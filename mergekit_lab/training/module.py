@@ -125,7 +125,7 @@ class FinetuneModule(RecordedModule):
         if self.trainer.gradient_clip_val is not None:
             raise InputError(
                 f"Trainer(gradient_clip_val={self.trainer.gradient_clip_val}) has no effect here: set "
-                "training.clip_norm (FinetuneModule(clip_norm=…)) instead"
+                "training.clip_norm instead"
             )
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         optimizer = self.make_optimizer(named)

@@ -84,6 +84,9 @@ def test_a_curvature_that_outweighs_all_others_names_the_tensor() -> None:
 def test_numbers_of_numpy_are_pythons() -> None:
     method = DARE(density=numpy.float32(0.5), seed=numpy.int64(3), inner=TIES(density=numpy.float16(0.5)))
     assert repr(method) == repr(DARE(density=0.5, seed=3, inner=TIES(density=0.5)))
+    weights = [numpy.float32(0.5), torch.tensor(0.25), {"w": numpy.float64(1)}]
+    assert repr(TaskArithmetic(weights=weights)) == repr(TaskArithmetic(weights=[0.5, 0.25, {"w": 1.0}]))
+    assert TaskArithmetic(weights=range(2)).weigh_experts(["a", "b"]) == [0.0, 1.0]
     for wrong, match in ((numpy.float32(2), r"density is 2.0; .*\(0, 1\]"), (numpy.True_, "density is True")):
         with pytest.raises(InputError, match=match):
             DARE(density=wrong)

@@ -1,6 +1,7 @@
 """Settings of methods that are wrong, or do not fit the experts, have one clear error that names them."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 import torch
@@ -81,6 +82,9 @@ def test_a_class_of_ones_own_is_checked_however_its_settings_are_set(own, option
 def test_a_class_of_ones_own_may_take_more_than_its_parent() -> None:
     own = derive(TIES, {"density": float | None, "preset": str}, density=None)
     own().check(["a", "b"])
+    parent = derive(Method, {"way": Literal["a", "b"]}, way="a")
+    derive(parent, {"way": Literal["a", "b", "c"]}, way="c")().check(["a"])
+    derive(Method, {"table": dict[tuple[int, int], float]})(table={(1, 2): 0.5}).check(["a"])
 
 
 @pytest.mark.parametrize("wrap", [lambda m: m, lambda m: DARE(inner=m), lambda m: Breadcrumbs(inner=m)])

@@ -350,6 +350,16 @@ def test_a_run_whose_file_is_damaged_is_a_failure_with_a_reason(tmp_path, writte
     assert failure.error
 
 
+def test_a_failure_with_bytes_that_are_no_text_is_read(tmp_path):
+    (tmp_path / "failure.json").write_text(
+        json.dumps({"error": "no file a\udcff", "overrides": ["base=a\udcff"]})
+    )
+    failure = read_run(tmp_path)
+    assert isinstance(failure, Failure)
+    assert failure.error.startswith("no file a")
+    assert len(failure.overrides) == 1
+
+
 @pytest.mark.parametrize("make", [os.mkfifo, lambda file: file.symlink_to("/dev/zero")], ids=["pipe", "device"])
 def test_no_pipe_and_no_device_in_a_run_s_folder_is_read(make, tmp_path, written):
     for name in FILES_READ:

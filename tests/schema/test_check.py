@@ -69,6 +69,7 @@ def test_a_value_that_does_not_fit_is_refused_by_name(text: str, message: str) -
 
 def test_what_yaml_writes_another_way_is_taken() -> None:
     check_text("group: {count: null, share: 1, pair: [1, 2.5], file: a/b, levels: {a: {b: 1}}}")
+    check_text("{group: {}, anything: {1: [2, {true: 3}]}}")
 
 
 @pytest.mark.parametrize("number", ["1e308", "-1e39", ".inf", ".nan", "1" + 40 * "0"])
