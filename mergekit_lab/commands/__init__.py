@@ -102,7 +102,7 @@ def derive_settings(name: str, function: Callable[..., Any], left_out: Sequence[
     from mergekit_lab.merging.inputs import Source, Sources
 
     plain: dict[Any, Any] = {Source: str, str | Path: str, Devices: str | int | list[str | int]}
-    plain |= {Sources: Any, Sources | None: Any, str | Path | None: str | None}
+    plain |= {Sources: Any, Sources | None: Any, str | Path | None: str | None, bool | None: bool}
     plain[str | torch.dtype | None] = str | None
     hints = get_type_hints(function, include_extras=True)
     keys = [(key, plain.get(hint, hint)) for key, hint in hints.items() if key not in {*left_out, "return"}]

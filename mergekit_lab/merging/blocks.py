@@ -153,17 +153,13 @@ class Reader:
     @cached_property
     def fed(self) -> bool:
         """Whether an accelerator works on what lies in the host's memory."""
-        return self.device.type != "cpu" and self._home is not None and self._home.type == "cpu"
+        home = self.inputs.home
+        return self.device.type != "cpu" and home is not None and home.type == "cpu"
 
     @cached_property
     def _resident(self) -> bool:
         """Whether the inputs lie in an accelerator's memory: then all stay open, which costs nothing."""
-        return self.device.type != "cpu" and self._home == self.device and not self.inputs.computed
-
-    @cached_property
-    def _home(self) -> torch.device | None:
-        """Where the inputs lie."""
-        return next((self.inputs.base[name].device for name in self.inputs.merged), None)
+        return self.device.type != "cpu" and self.inputs.home == self.device and not self.inputs.computed
 
     def cut(self, names: Sequence[str]) -> Iterator[list[Segment]]:
         """Flat blocks: of one tensor each, or of several small ones where the method allows it."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,11 @@ class Inputs:
     stacks: Mapping[str, Stack]
     compute: torch.dtype
     computed: bool = False
+
+    @cached_property
+    def home(self) -> torch.device | None:
+        """Where the tensors lie; None if none is merged."""
+        return next((self.base[name].device for name in self.merged), None)
 
     def read_sides(self, name: str) -> dict[str, list[Tensor]]:
         """The side inputs of one tensor, by kind, one an expert."""
