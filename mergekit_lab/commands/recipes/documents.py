@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mergekit_lab.commands.recipes.reader import Recipe, RecipeReader
+from mergekit_lab.commands.recipes.reader import RecipeReader
+from mergekit_lab.commands.recipes.recipe import Recipe
 from mergekit_lab.errors import InputError, join_names, name_in_errors
 from mergekit_lab.yaml_files import make_values, read_yaml_text
 
