@@ -6,6 +6,8 @@ from itertools import product
 from pathlib import Path
 
 SEEDS = (0, 1, 2)
+FRESH_SEEDS = (3, 4, 5)
+"""Run after the tables were written, to see which of their claims repeat."""
 FIXED = 0.4
 """SAFT's fixed coefficient (its Table C4)."""
 GRID = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.4, 2.8)
@@ -102,6 +104,8 @@ SAME_COST_AT = {
 """Where SAM and ASAM are trained at equal cost, too; along tasks and ρ they are at all values."""
 HALF_STEPS = "256 x 150"
 """Batch and steps of AdamW alone: as few steps as SAM and ASAM have at equal cost."""
+FRESH_AT = {"distance": ("0.0002 x 1200",), "batch": ("256", "16")}
+"""Beside the main cells, where fresh seeds train AdamW, SAM and ASAM, the latter two at equal cost, too."""
 MEASURED = {"axes": ("batch", "distance"), "arms": ("adamw", *RHOS)}
 """Cells whose curvature, linearity and disentanglement are measured apart."""
 COUNTS = (2, 4, 6)
@@ -178,12 +182,18 @@ class StudyCell:
         return self.axis == "main"
 
     @property
+    def is_fresh(self) -> bool:
+        return self.seed in FRESH_SEEDS
+
+    @property
     def mergers(self) -> tuple[str, ...]:
         return MERGERS if self.is_main else ON_AXES
 
     @property
     def is_measured(self) -> bool:
         """Whether curvature, linearity and disentanglement are."""
+        if self.is_fresh:
+            return False
         if self.axis == "rho":
             return self.arm in RHOS
         return self.only_measures or self.axis in ("main", "pretraining")
@@ -191,7 +201,8 @@ class StudyCell:
     @property
     def has_subsets(self) -> bool:
         """Whether subsets of its experts are merged."""
-        return self.only_subsets or (self.is_main and self.world == "glyphs" and self.arm in CORE)
+        main = self.is_main and not self.is_fresh and self.world == "glyphs" and self.arm in CORE
+        return main or self.only_subsets
 
     @property
     def only_subsets(self) -> bool:
@@ -213,12 +224,17 @@ def list_cells(bases: Path | None, worlds: Sequence[str] = tuple(WORLDS)) -> lis
         *_list_main("minilm", OTHERS),
         *_list_axes(bases, SEEDS[2:]),
         *_list_further(bases),
+        *_list_main("glyphs", ARMS, FRESH_SEEDS),
+        *_list_fresh(),
+        *_list_main("minilm", ARMS, FRESH_SEEDS),
     ]
     return [cell for cell in order if cell.world in worlds]
 
 
-def _list_main(world: str, arms: dict[str, tuple[str, ...]]) -> Iterator[StudyCell]:
-    for seed, (arm, lines) in product(SEEDS, arms.items()):
+def _list_main(
+    world: str, arms: dict[str, tuple[str, ...]], seeds: Sequence[int] = SEEDS
+) -> Iterator[StudyCell]:
+    for seed, (arm, lines) in product(seeds, arms.items()):
         rate = (f"training.lr={WORLDS[world].sgd:g}",) if arm == "sgd" else ()
         yield StudyCell(world, "main", "", arm, seed, (*lines, *rate), TIMES_FIT.get(arm))
 
@@ -277,6 +293,13 @@ def _list_further(bases: Path | None) -> Iterator[StudyCell]:
         for value, changes in axes.get(axis, {}).items():
             lines = (*CORE[arm], *changes)
             yield StudyCell("glyphs", axis, value, arm, seed, lines, only_measures=True)
+
+
+def _list_fresh() -> Iterator[StudyCell]:
+    axes = _list_changes(None)
+    for seed, (axis, values), arm in product(FRESH_SEEDS, FRESH_AT.items(), (*MEASURED["arms"], *SAME_COST)):
+        for value in values:
+            yield StudyCell("glyphs", axis, value, arm, seed, (*ARMS[arm], *axes[axis][value]))
 
 
 def _choose_one_alphabet() -> tuple[str, ...]:

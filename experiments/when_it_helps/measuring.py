@@ -112,7 +112,7 @@ def run_cell(cell: StudyCell, store: Path, more: Sequence[str] = (), small: bool
     if cell.is_measured:
         line["measures"] = measure(run, size)
         clock.note_lap("measures")
-    if cell.is_main and cell.arm == "adamw":
+    if cell.is_main and cell.arm == "adamw" and not cell.is_fresh:
         line["mergers"] |= merge_variants(run, bench, cell.seed)
         line["epimer"] = compare_bound(run, cell.seed)
         clock.note_lap("epimer")
