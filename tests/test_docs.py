@@ -58,10 +58,10 @@ def test_the_study_of_when_training_helps_says_what_its_results_say(monkeypatch)
     monkeypatch.syspath_prepend(folder)
     for name in ("analyze", "cells", "study"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    from analyze import Results, read, report
+    from analyze import read, report
 
     lines = [line for path in sorted(folder.glob("results/*.jsonl")) for line in read(path)]
-    rows = report(Results.from_lines(lines)).splitlines()
+    rows = report(lines).splitlines()
     readme, tables = (
         [row for row in (folder / name).read_text().splitlines() if row.startswith("|") and "±" in row]
         for name in ("README.md", "results/tables.md")

@@ -8,7 +8,6 @@ optimizer of a parametrization is compared with AdamW of the same.
 
 import argparse
 import json
-import math
 import statistics
 from collections.abc import Sequence
 from itertools import combinations, product
@@ -21,6 +20,7 @@ from cells import (
     CORE,
     COUNTS,
     EPIMERS,
+    FRESH_SEEDS,
     GROUPS,
     MERGERS,
     ON_AXES,
@@ -29,6 +29,7 @@ from cells import (
     SEEDS,
 )
 from predicting import MEASURES, tabulate_predictions, tabulate_predictions_along, write_alignment_table
+from repeating import write_repeat_tables
 from results_by_cell import (
     FIXED_COLUMNS,
     Key,
@@ -36,12 +37,13 @@ from results_by_cell import (
     Results,
     list_arms_along,
     list_values_along,
+    measure_epimer_lead,
     read_accuracy,
     read_measure,
     show_value,
 )
 from scipy.stats import t
-from significance import analyze_variance, correct_holm, mark_along, run_t_test
+from significance import mark_along, mark_main, run_t_test
 from study import read
 from writing import show_spread, write_table
 
@@ -65,22 +67,19 @@ def write_main_tables(results: Results, world: str) -> str:
     text += write_table(("arm", "seeds", *columns), rows) + "\n"
     compared = [arm for arm in arms if not arm.startswith("adamw")]
     gains = {(arm, c): results.list_gains(world, "main", "", arm, c) for arm in compared for c in columns}
-    paired = correct_holm({name: run_t_test(values) for name, values in gains.items()})
-    blocks = {c: analyze_variance(results, [(world, "main", "", arm) for arm in arms], c) for c in columns}
-    pooled = correct_holm({(arm, c): blocks[c][0].get((world, "main", "", arm), math.nan) for arm, c in gains})
-    starred = sum(p < 0.05 for p in pooled.values())
-    last = 0.05 / (len(gains) - starred)
-    limits = [f"{t.isf(last / 2, freedom) * error:.2f}" for _, error, freedom in blocks.values()]
+    marks = mark_main(results, world)
+    last = 0.05 / (len(gains) - len(marks.starred))
+    limits = [f"{t.isf(last / 2, freedom) * error:.2f}" for error, freedom in marks.spreads]
     text += (
         f"Gain in points. There are {len(gains)} tests, and what is under 0.05 by Holm's correction for all of "
         "them is bold by paired t-tests over seeds, and has a star by an analysis of variance over arms and "
-        f"seeds. {sum(p < 0.05 for p in paired.values())} are bold, {starred} have a star.\n\n"
+        f"seeds. {sum(p < 0.05 for p in marks.paired.values())} are bold, {len(marks.starred)} have a star.\n\n"
     )
 
     def show(name: tuple[str, str]) -> str:
         text = show_spread(gains[name], "+.1f")
-        text = f"**{text}**" if paired[name] < 0.05 else text
-        return text + (" \\*" if pooled[name] < 0.05 else "")
+        text = f"**{text}**" if marks.paired[name] < 0.05 else text
+        return text + (" \\*" if name in marks.starred else "")
 
     text += (
         write_table(("arm", *columns), ([arm, *(show((arm, c)) for c in columns)] for arm in compared)) + "\n"
@@ -293,13 +292,10 @@ def write_epimer_tables(results: Results) -> str:
     return text + write_table(("world", "seed", "V", "R", "bound", "rise", "Fisher traces"), bounds) + "\n"
 
 
-def measure_epimer_lead(line: Line) -> float | None:
-    ends = [read_accuracy(line, name) for name in ("epimer", "tsvm")]
-    return None if None in ends else ends[0] - ends[1]  # type: ignore[operator]
-
-
-def report(results: Results) -> str:
+def report(lines: Sequence[Line]) -> str:
     """All tables."""
+    results, fresh = (Results.from_lines(lines, seeds) for seeds in (SEEDS, FRESH_SEEDS))
+    pooled = Results.from_lines(lines, (*SEEDS, *FRESH_SEEDS))
     axes = [axis for axis in ALONG if any(key.axis == axis for key in results)]
     return "\n".join([
         *(write_main_tables(results, world) for world in results.list_worlds()),
@@ -311,6 +307,7 @@ def report(results: Results) -> str:
         write_rho_table(results),
         write_language_model_table(),
         write_epimer_tables(results),
+        *([write_repeat_tables(results, fresh, pooled)] if fresh else []),
         write_seconds_table(results),
     ])  # fmt: skip
 
@@ -328,7 +325,7 @@ def main() -> None:
     for line in everything:
         if "error" in line and (key := Key(*(line[name] for name in Key._fields))) not in results:
             print(f"- failed: {'/'.join(map(str, key))}: {line['error']}")
-    print(report(results))
+    print(report(everything))
     if options.figure or options.alignment:
         from drawing import draw_alignment, draw_axes
 

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from cells import ALONG, ARMS, AT_FIXED, CORE, FIXED, HALF_STEPS, RHOS, SAME_COST, SAME_COST_AT, SEEDS
@@ -25,14 +25,18 @@ class Key(NamedTuple):
 
 
 class Results(dict[Key, Line]):
-    """Lines by what they are of."""
+    """Lines of some seeds by what they are of."""
+
+    def __init__(self, seeds: Sequence[int] = SEEDS) -> None:
+        super().__init__()
+        self.seeds = seeds
 
     @classmethod
-    def from_lines(cls, lines: Iterable[Line]) -> "Results":
+    def from_lines(cls, lines: Iterable[Line], seeds: Sequence[int] = SEEDS) -> "Results":
         """The latest good line of each cell, with what was measured apart."""
-        results, apart = cls(), {}
+        results, apart = cls(seeds), {}
         for line in lines:
-            if "error" not in line:
+            if "error" not in line and line["seed"] in seeds:
                 into = apart if line.get("only_measures") else results
                 into[Key(*(line[name] for name in Key._fields))] = line
         for key in results.keys() & apart.keys():
@@ -62,7 +66,7 @@ class Results(dict[Key, Line]):
         return [gain for key in keys if (gain := self.measure_gain(key, column)) is not None]
 
     def list_seeds(self, world: str, axis: str, value: str, arm: str) -> list[int]:
-        return [seed for seed in SEEDS if Key(world, axis, value, arm, seed) in self]
+        return [seed for seed in self.seeds if Key(world, axis, value, arm, seed) in self]
 
     def list_cells(self) -> list[Cells]:
         """Those that have a seed."""
@@ -84,6 +88,12 @@ def read_accuracy(line: Line | None, column: str) -> float | None:
         merger = line["mergers"].get(name, {})
         values = merger.get("fixed" if fixed else "accuracy")
     return None if values is None else 100 * sum(values.values()) / len(values)
+
+
+def measure_epimer_lead(line: Line) -> float | None:
+    """Its accuracy less that of TSV-M, both tuned."""
+    ends = [read_accuracy(line, name) for name in ("epimer", "tsvm")]
+    return None if None in ends else ends[0] - ends[1]  # type: ignore[operator]
 
 
 def read_measure(line: Line, name: str) -> float | None:

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Sequence
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from cells import SEEDS
+from cells import ARMS, MERGERS, SEEDS
 from results_by_cell import (
+    FIXED_COLUMNS,
     Cells,
     Key,
     Results,
@@ -49,6 +50,35 @@ def analyze_variance(
         reference = results.find_reference(Key(*cell, seeds[0]))[:4]
         chances[cell] = float(2 * t.sf(abs(own.mean() - np.mean(known[reference])) / error, freedom))
     return chances, error, freedom
+
+
+class Marks(NamedTuple):
+    """Of the gains of a world's main cells, by arm and column.
+
+    Attributes:
+        paired: p-values of paired t-tests, corrected by Holm's method for all of them.
+        starred: those under .05 by `analyze_variance`, corrected alike.
+        spreads: of each column, the standard error of a difference and its degrees of freedom.
+    """
+
+    paired: dict[tuple[str, str], float]
+    starred: set[tuple[str, str]]
+    spreads: list[tuple[float, int]]
+
+
+def mark_main(results: Results, world: str) -> Marks:
+    """Which gains of a world's main cells are beyond chance."""
+    columns = ("experts", *MERGERS, *FIXED_COLUMNS)
+    arms = [arm for arm in ARMS if results.list_seeds(world, "main", "", arm)]
+    cells: list[Cells] = [(world, "main", "", arm) for arm in arms]
+    names = [(arm, c) for arm in arms if not arm.startswith("adamw") for c in columns]
+    paired = correct_holm(
+        {(arm, c): run_t_test(results.list_gains(world, "main", "", arm, c)) for arm, c in names}
+    )
+    blocks = {c: analyze_variance(results, cells, c) for c in columns}
+    pooled = correct_holm({(arm, c): blocks[c][0].get((world, "main", "", arm), math.nan) for arm, c in names})
+    starred = {name for name, p in pooled.items() if p < 0.05}
+    return Marks(paired, starred, [(error, freedom) for _, error, freedom in blocks.values()])
 
 
 def mark_along(results: Results, world: str, axis: str, columns: Sequence[str]) -> set[tuple[Cells, str]]:
