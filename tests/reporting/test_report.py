@@ -5,8 +5,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from html.parser import HTMLParser
 
 import numpy as np
@@ -424,14 +422,3 @@ def test_a_comparison_of_failures_only_is_written(tmp_path):
     paths = compare([tmp_path / "a"], tmp_path / "all")
     assert "1 failure: see the list." in paths.summary.read_text()
     assert "no such folder" in paths.html.read_text()
-
-
-def test_importing_the_room_loads_no_heavy_package():
-    code = (
-        "import sys, mergekit_lab.reporting; "
-        "print([m for m in ('rich', 'vl_convert', 'wandb', 'torch', 'numpy') if m in sys.modules])"
-    )
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-        == "[]"
-    )
