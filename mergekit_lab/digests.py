@@ -43,12 +43,13 @@ def hash_bytes(path: Path) -> str:
 
 def hash_file(path: Path) -> str:
     """The hexadecimal SHA-256 of a file's bytes. One of the hub's cache is not read: its name is its hash."""
-    return name if is_hash(name := path.resolve().name) else hash_bytes(path)
+    return path.resolve().name if is_blob(path) else hash_bytes(path)
 
 
-def is_hash(name: str) -> bool:
-    """Whether a file's name is a SHA-256, as in the hub's cache."""
-    return re.fullmatch(r"[0-9a-f]{64}", name) is not None
+def is_blob(path: Path) -> bool:
+    """Whether a file is, or links to, one of the hub's cache: `blobs/SHA256`."""
+    folder, name = path.resolve().parts[-2:]
+    return folder == "blobs" and re.fullmatch(r"[0-9a-f]{64}", name) is not None
 
 
 def hash_folder(root: Path, files: Iterable[Path]) -> str:

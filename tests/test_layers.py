@@ -114,9 +114,16 @@ def test_wandb_stands_in_files_that_are_named_for_it() -> None:
     assert all(f.name.startswith("wandb_") for f in users)
 
 
-def test_importing_light_modules_loads_no_framework() -> None:
-    light = ", ".join(["mergekit_lab", *(f"mergekit_lab.{room}" for room in ("merging", "optim", "tasks"))])
-    script = f"import sys, {light}; print([m for m in {HEAVY} if m in sys.modules])"
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [
+        ("mergekit_lab, mergekit_lab.merging, mergekit_lab.optim, mergekit_lab.tasks", HEAVY),
+        ("mergekit_lab.reporting", ("rich", "vl_convert", "wandb", "torch", "numpy")),
+        ("mergekit_lab.runs.entry, mergekit_lab.runs.store, mergekit_lab.runs.compare", ("torch",)),
+    ],
+)
+def test_importing_light_modules_loads_no_framework(modules: str, heavy: tuple[str, ...]) -> None:
+    script = f"import sys, {modules}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

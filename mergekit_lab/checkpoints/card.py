@@ -20,7 +20,7 @@ import yaml
 from mergekit_lab.checkpoints.checkpoint import Checkpoint
 from mergekit_lab.checkpoints.plain_files import flatten
 from mergekit_lab.checkpoints.publish import RECORD
-from mergekit_lab.digests import hash_file, is_hash
+from mergekit_lab.digests import hash_file, is_blob
 
 _HASHED_WHOLE = 32 << 20
 _SAMPLES = 64
@@ -45,7 +45,7 @@ def fingerprint(checkpoint: Checkpoint, label: str | None = None) -> dict[str, A
     files = {}
     for path in checkpoint.files:
         size = path.stat().st_size
-        if size <= _HASHED_WHOLE or is_hash(path.resolve().name):
+        if size <= _HASHED_WHOLE or is_blob(path):
             files[path.name] = {"bytes": size, "sha256": hash_file(path)}
         else:
             files[path.name] = {"bytes": size, "sampled_sha256": _hash_samples(path, size)}

@@ -84,7 +84,7 @@ def find_command_class(name: str) -> Any:
 
     def run(self: Any, folder: Path) -> None:
         arguments = {key: value for key, value in vars(self).items() if key not in ("command", "run_dir")}
-        log.info("%s made %s", name, command(**arguments))
+        log.info("wrote %s", command(**arguments))
 
     settings.run = run
     return settings

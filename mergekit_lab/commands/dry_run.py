@@ -28,6 +28,7 @@ from mergekit_lab.checkpoints.inspection import (
 from mergekit_lab.checkpoints.publish import check_out
 from mergekit_lab.checkpoints.shards import plan_shards
 from mergekit_lab.checkpoints.tied_weights import find_configured_ties
+from mergekit_lab.checkpoints.vocabulary import list_vocabulary_names
 from mergekit_lab.commands.prepared import Prepared, plan_output
 from mergekit_lab.commands.write import check_room, list_input_files, plan_files_beside
 from mergekit_lab.errors import InputError, say_bytes, say_duration
@@ -73,7 +74,9 @@ def report(prepared: Prepared, out: Path | None, overwrite: bool = False, format
         _try(result, refuse_quantized, checkpoint)
     merged = _list_merged(prepared, result)
     ties = find_configured_ties(prepared.base, read=False)
-    matters = make_filter(prepared.base.specs, ties, merged, prepared.include, prepared.left_out)
+    resized = list_vocabulary_names(prepared.base, prepared.experts.values())  # a problem already
+    compared = {*merged} - {*resized}
+    matters = make_filter(prepared.base.specs, ties, compared, prepared.include, prepared.left_out)
     wanted = matters(prepared.base.specs)
     for name, expert in prepared.experts.items():
         result.problems += [f"{name} {fault}" for fault in list_mismatches(wanted, matters(expert.specs))]

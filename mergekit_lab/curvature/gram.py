@@ -45,10 +45,10 @@ class InputSums(TorchFunctionMode):
             if id(weight) in self.keys:
                 self._add(self.keys[id(weight)], inputs)
         if func in _NORMS:
-            weight = args[2] if len(args) > 2 else kwargs.get("weight")
+            weight = kwargs.get("weight")  # torch hands all but the first two on by name
             if id(weight) in self.keys:
                 plain = {name: value for name, value in kwargs.items() if name not in ("weight", "bias")}
-                self._add(self.keys[id(weight)], func(*args[:2], **plain), alone=True)
+                self._add(self.keys[id(weight)], func(*args, **plain), alone=True)
         if func is Tensor.mul and len(args) == 2:  # transformers' norms, which multiply by themselves
             for weight, inputs in (args, args[::-1]):
                 if id(weight) in self.keys and weight.dim() == 1 and isinstance(inputs, Tensor):

@@ -26,7 +26,7 @@ from mergekit_lab.runs.mergers import Merger, make_weight_fields, say_fields
 from mergekit_lab.runs.models import declare_evaluation, make_expert_model
 from mergekit_lab.runs.nodes import Node, declare
 from mergekit_lab.runs.run import MODEL, Run, move_state
-from mergekit_lab.store import Artifact, Workspace
+from mergekit_lab.store import Artifact, Workspace, make_key
 
 
 @declare
@@ -155,8 +155,13 @@ def _evolve(run: Run, merger: Merger, experts: Mapping[str, float], workspace: W
         weights = by_pattern if how.layers else {t: row["*"] for t, row in by_pattern.items()}
         return make_weight_fields(merger.content, weights)
 
+    known = _recall_values(run, merger)
+
     def score_at(point: Sequence[float]) -> Score:
-        method = merger.with_fields(weigh(point)).with_coefficient(1.0)
+        fields = weigh(point)
+        if values := known.get(make_key(fields)):
+            return lambda task, share: values[task]
+        method = merger.with_fields(fields).with_coefficient(1.0)
         run.model.load_state_dict(merge_state_dicts(base, models, method, device=run.device))
         return _score_model(run)
 
@@ -166,6 +171,18 @@ def _evolve(run: Run, merger: Merger, experts: Mapping[str, float], workspace: W
         population=how.population, seed=how.seed, log=workspace.resume / "trials.jsonl",
     )  # fmt: skip
     return [replace(candidate, fields=weigh(candidate.fields["point"])) for candidate in curve]
+
+
+def _recall_values(run: Run, merger: Merger) -> dict[str, Mapping[str, float]]:
+    """What searches found that differ from this one in nothing but their trials, by the key of fields: how many
+    follow changes no candidate."""
+    own, trials = declare_search(run, merger.label).key, run.search.trials
+    return {
+        make_key(point["fields"]): point["values"]
+        for search in run.store.list_artifacts()
+        if search.kind == "searches" and make_key({**search.content, "trials": trials}) == own
+        for point in search.info["curve"]
+    }
 
 
 def _make_scorer(run: Run, unit: Mapping[str, Tensor]) -> Callable[[float], Score]:

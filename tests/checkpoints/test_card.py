@@ -50,6 +50,16 @@ def test_small_files_have_their_sha256(tmp_path) -> None:
     assert SAMPLED not in make_card(small)
 
 
+def test_a_name_is_taken_for_the_hash_only_in_the_hubs_cache(tmp_path) -> None:
+    name, link = "0" * 64, tmp_path / "model.safetensors"
+    for folder, bytes_read in (("elsewhere", True), ("blobs", False)):
+        (tmp_path / folder).mkdir()
+        blob = write_holes(tmp_path / folder / name, 1)
+        link.unlink(missing_ok=True)
+        link.symlink_to(blob)
+        assert (summarize_file(link)["sha256"] != name) is bytes_read
+
+
 def test_large_files_are_sampled_and_the_card_says_what_that_does_not_see(tmp_path) -> None:
     large = write_holes(tmp_path / "large.safetensors", 40)
     hashes = {

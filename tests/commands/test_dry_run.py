@@ -182,6 +182,7 @@ def test_a_dry_run_reports_all_else_where_vocabularies_do_not_fit(extra, problem
         merge_command(tmp_path, *arguments, "dry_run=true")
     printed = capsys.readouterr().out
     assert re.search(problem, printed)
+    assert printed.count("PROBLEM") == 1
     for text in (
         "longer: 21 tensors",
         "mlp.up_proj.weight: 24 × 16",

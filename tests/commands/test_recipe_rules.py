@@ -219,21 +219,6 @@ def test_a_pipe_for_a_recipe_is_not_waited_for(tmp_path) -> None:
         read_recipe(tmp_path / "r.yaml")
 
 
-def test_a_recipe_whose_aliases_expand_to_gigabytes_is_refused_in_a_short_line() -> None:
-    levels = "".join(f"a{n}: &a{n} [{', '.join(9 * [f'*a{n - 1}'])}]\n" for n in range(1, 9))
-    for use in (
-        "models: *a8",
-        "models: [{model: *a8}]",
-        "parameters: {weight: *a8}\n" + TWO,
-        "dtype: *a8\n" + TWO,
-    ):
-        text = f"a0: &a0 [x, x, x, x, x, x, x, x, x]\n{levels}"
-        Path("recipe.yml").write_text(f"{START}name: [{{x: 1}}]\n" + text + use)
-        with pytest.raises(InputError) as caught:
-            merge_here(Path("recipe.yml").read_text())
-        assert len(str(caught.value)) < 1000
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

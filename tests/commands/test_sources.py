@@ -1,8 +1,6 @@
 """The command that merges checkpoints: mistakes by name, several ways to say one thing, kills without trace."""
 
 import json
-import os
-import signal
 import struct
 import subprocess
 import sys
@@ -12,7 +10,7 @@ import pytest
 import torch
 from checkpoints.models import make_llama, make_t5, save, save_three, tune, write_tensors_of
 from composing import compose_config, merge_command
-from programs import run_program, start_program
+from programs import run_program
 
 import mergekit_lab
 from mergekit_lab import InputError, open_checkpoint
@@ -189,7 +187,6 @@ def test_this_stage_loads_no_framework_for_training(tmp_path) -> None:
         (["base=base", "experts=[cars]", f"out={'o' * 300}", "merger=ties"], "cannot be a folder"),
         (["base=base", "experts=@nowhere.txt", "out=o", "merger=ties"], r"nowhere\.txt"),
         (["base=base", "experts=[cars]", "out=o"], "merger is not set"),
-        (["base=base", "experts=[cars]", "merger=ties"], "out is not set"),
         (["base=base", "experts=[cars]", "out=o", "merger=fisher"], "needs a fisher checkpoint"),
         (["base=base", "experts=[cars]", "out=o", "merger=ties", "merger.density=3"], r"must be in \(0, 1\]"),
         (["base=base", "experts=[cars]", "out=o", "merger=ties", "device=0.5"], "device is 0.5"),
@@ -241,27 +238,3 @@ def test_what_can_be_judged_before_the_hub_is_asked_is(arguments, message, tmp_p
         Path(name).write_text("years")
     with pytest.raises(InputError, match=message):
         merge_command(tmp_path, "base=org/base", "experts=[org/a,org/b]", "merger=ties", *arguments)
-
-
-def test_a_merge_that_is_killed_leaves_nothing_that_looks_finished(tmp_path) -> None:
-    base, experts = save_three(make_llama, tmp_path / "in")
-    script = (
-        "import os, sys, mergekit_lab\nfrom mergekit_lab.checkpoints import shards\n"
-        "from mergekit_lab.merging import TIES\nwrite, done = shards.ShardedWriter.write, []\n"
-        "def slow(self, name, tensor):\n    write(self, name, tensor)\n    done.append(name)\n"
-        "    if len(done) == 12: print('half', flush=True); __import__('time').sleep(60)\n"
-        "shards.ShardedWriter.write = slow\n"
-        f"mergekit_lab.merge({str(base)!r}, [{str(experts['cars'])!r}], {str(tmp_path / 'here/out')!r}, TIES(),"
-        " max_shard_bytes=4000)"
-    )
-    program = start_program(tmp_path, code=script)
-    program.wait_for("half")
-    os.kill(program.pid, signal.SIGKILL)
-    program.wait()
-    (left,) = (tmp_path / "here").iterdir()
-    assert left.name.startswith(".out.")
-    assert not (left / "config.json").exists()
-    with pytest.raises(InputError):
-        open_checkpoint(left)
-    mergekit_lab.merge(base, experts, tmp_path / "here/out", TIES())
-    assert [p.name for p in (tmp_path / "here").iterdir()] == ["out"]

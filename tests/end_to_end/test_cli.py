@@ -127,16 +127,3 @@ def test_a_sweep_trains_each_expert_once_and_compares_all_jobs_also_when_one_fai
     assert "clip_norm=-1.0" in " ".join(
         json.loads((jobs[0].parent / "1/failure.json").read_text())["overrides"]
     )
-
-
-def test_a_table_of_two_dimensions_may_be_asked_for_with_a_multiplication_sign(tmp_path) -> None:
-    asked = "table=optimizer×task@merger:tsvm"
-    done = run_program(tmp_path, "+experiment=quickstart", asked, "--cfg", "job")
-    assert "table: optimizer*task@merger:tsvm" in done.stdout
-
-
-def test_a_stage_on_checkpoints_takes_its_own_configuration(tmp_path) -> None:
-    done = run_program(tmp_path, "stage=diagnose", "base=nowhere", "experts=[a,b]", "run_dir=run")
-    assert done.returncode == 1
-    assert "nowhere" in done.stdout + done.stderr
-    assert "not in struct" not in done.stdout + done.stderr

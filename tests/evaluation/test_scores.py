@@ -37,11 +37,6 @@ def test_normalized_accuracy_is_the_mean_of_ratios_not_the_ratio_of_means() -> N
     assert normalize({"a": 0.5, "b": 0.4}, {"a": 1.0, "b": 0.5}) == pytest.approx((0.5 + 0.8) / 2)
 
 
-def test_an_expert_that_scores_zero_is_named() -> None:
-    with pytest.raises(InputError, match="experts of b score 0"):
-        normalize({"a": 0.5, "b": 0.4}, {"a": 1.0, "b": 0.0})
-
-
 def test_the_best_candidate_is_the_highest_and_of_equals_the_nearest_to_the_base() -> None:
     curve = [Candidate(a, {}, n) for a, n in [(0.2, 0.5), (1.0, 0.9), (0.5, 0.9), (-1.5, 0.9)]]
     assert choose_best(curve).coefficient == 0.5

@@ -254,14 +254,6 @@ def test_quantised_weights_are_refused_with_what_to_do(scale: str) -> None:
     refuse(r"base is quantized \(1", base=packed, experts=[packed])
 
 
-@pytest.mark.parametrize(
-    ("name", "beside"), [("q.weight", "q.weight.absmax"), ("q.weight", "q.SCB"), ("q.qweight", "q.qzeros")]
-)
-def test_packed_weights_are_known_by_their_names_where_no_configuration_is(name: str, beside: str) -> None:
-    packed = make_state(**{name: torch.ones(3, 2, dtype=torch.int8), beside: torch.ones(3)})
-    refuse(rf"the base is quantized \(1 tensors: {name}\)", base=packed, experts=[packed])
-
-
 def test_what_a_configuration_calls_quantised_is_refused_if_it_is(tmp_path) -> None:
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
     write_tensors(tmp_path / "model.safetensors", make_state())

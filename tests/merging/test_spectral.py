@@ -11,15 +11,6 @@ from mergekit_lab.merging.iso import split_directions
 from mergekit_lab.merging.spectral import SpectralMethod
 
 
-def test_equal_curvature_makes_epimer_tsvm() -> None:
-    base, experts, _ = make_world(dtype=torch.float64)
-    flat = {
-        name: {n: torch.full_like(v, 0.7) for n, v in base.items() if v.dtype == torch.float64}
-        for name in experts
-    }
-    assert_close(run(EpiMer(rank=2), base, experts, flat), run(TSVM(rank=2), base, experts, {}), 1e-12)
-
-
 def test_a_large_eps_makes_epimer_tsvm() -> None:
     base, experts, fishers = make_world(dtype=torch.float64)
     assert_close(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from reporting.pages import report
 
 from mergekit_lab.reporting import Record
 
@@ -109,3 +110,9 @@ def server(monkeypatch, tmp_path):
         yield listener
         wandb.teardown()
         gc.collect()
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory, study):
+    """What a report of two tasks and two merges wrote; only read."""
+    return report(tmp_path_factory.mktemp("run"), study(tasks=2, mergers=2))

@@ -2,7 +2,7 @@
 
 import pytest
 from reporting.conftest import make_record, make_study
-from reporting.test_report import report
+from reporting.pages import report
 
 from mergekit_lab.reporting import compare
 from mergekit_lab.reporting.checks import find_warnings

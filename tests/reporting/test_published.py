@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from reporting.conftest import make_study
-from reporting.test_report import ParsedPage, report
+from reporting.pages import ParsedPage, report
 
 from mergekit_lab import InputError
 from mergekit_lab.paths import find_conf_dir

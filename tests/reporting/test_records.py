@@ -32,21 +32,12 @@ def test_normalized_is_value_over_expert_value(record):
 
 
 @pytest.mark.parametrize(
-    ("kind", "label"),
-    [("zero_shot", "zero-shot"), ("expert", "experts"), ("joint", "+joint"), ("merged", "ties")],
-)
-def test_row_labels(record, kind, label):
-    assert record(kind=kind).label == label
-
-
-@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"kind": "merge"}, "'merge'.*'merged'"),
         ({"merger": None}, "'merged'.*merger None"),
         ({"model": "a"}, "with model .a."),
         ({"value": 85.3}, "value is 85.3"),
-        ({"expert_value": float("nan")}, "expert_value is nan"),
         ({"wall_seconds": -1.0}, "wall_seconds is -1.0"),
     ],
 )

@@ -222,12 +222,6 @@ def test_flat_rows_hold_numbers_under_the_headers_names(record):
     assert rows[2]["average sd"] is None
 
 
-def test_no_records_make_an_empty_table_that_says_so():
-    table = build_table([])
-    assert table.rows == ()
-    assert "No evaluation was recorded." in to_markdown(table)
-
-
 def test_where_experts_of_groups_differ_in_strength_a_note_says_that_shares_flatter_the_weak(record):
     strong, weak = (
         make_small_table(record),

@@ -44,10 +44,11 @@ def test_every_option_composes_and_every_target_takes_its_keys(row: dict[str, st
     assert choices.items() >= row.items()
 
 
-def test_every_experiment_says_its_question_and_its_command() -> None:
+def test_every_experiment_says_its_question_its_command_and_its_cost() -> None:
     """That it composes and runs is shown by the test of its stage, of its kind of models, or of the demo."""
     heads = {f.stem: f.read_text()[:1200] for f in (find_conf_dir() / "experiment").glob("*.yaml")}
-    assert [name for name, head in heads.items() if "# Question:" not in head] == []
+    lines = ("# Question:", "# Cost:")
+    assert [name for name, head in heads.items() if not all(line in head for line in lines)] == []
     commands = {
         name: re.search(rf"python -m mergekit_lab (-m )?\+experiment={name}", heads[name]) for name in heads
     }

@@ -10,7 +10,6 @@ from string import Formatter
 import pytest
 from composing import compose_config, find_pieces, to_plain
 from hydra.core.hydra_config import HydraConfig
-from language import save_tiny
 from omegaconf import OmegaConf
 
 from mergekit_lab.paths import find_conf_dir
@@ -98,10 +97,6 @@ def test_every_experiment_says_its_command_and_stands_beside_its_published_numbe
         return OmegaConf.select(whole, key) if key.startswith(("training.", "search.")) else real(run, key)
 
     monkeypatch.setattr(published, "read_setting", get_setting)
-    head = (find_conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()[:5]
-    assert any(line.startswith("# Question:") for line in head)
-    assert f"# Command:  python -m mergekit_lab +experiment={name}" in head
-    assert any(line.startswith("# Cost:") for line in head)
     cfg, choices = compose_small(name, folders, tmp_path, module_store)
     if find_pieces(cfg) <= RAN:
         run = Run(cfg, tmp_path, choices)
@@ -169,47 +164,3 @@ def test_recipes_compose_with_the_epochs_of_their_own_tasks(tmp_path) -> None:
         context = Run(cfg, tmp_path, choices)
         steps_by_task = {task: plan_settings(context, task).steps for task in context.tasks}
         assert steps_by_task["fomc"] == round(3 * context.tasks["fomc"].count("train") / 8) >= steps
-
-
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "t5"])
-def test_a_merged_folder_reloads_with_equal_logits_and_keeps_template_and_generation_settings(
-    architecture, tmp_path
-) -> None:
-    import torch
-    from language import Colors, make_tiny_backbone
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
-
-    from mergekit_lab.checkpoints import open_checkpoint, write_tensors
-
-    base = save_tiny(tmp_path / "base", architecture, torch.bfloat16)
-    backbone = make_tiny_backbone(base, architecture, dtype="bfloat16")
-    for seed, expert in enumerate(("one", "two")):
-        torch.manual_seed(seed + 1)
-        (tmp_path / expert).mkdir()
-        moved = {n: t + 0.1 * torch.randn_like(t) for n, t in backbone.make_model().state_dict().items()}
-        write_tensors(tmp_path / expert / "model.safetensors", moved)
-    cfg, choices = compose_config(
-        [
-            *("+experiment=merge_checkpoints", f"base={base}", f"experts=[{tmp_path}/one,{tmp_path}/two]"),
-            *(f"out={tmp_path}/out", "merger=task_arithmetic", "merger.coefficient=0.4", "progress=false"),
-        ]
-    )
-    start(cfg, tmp_path / "run", choices, [])
-    states = {n: open_checkpoint(tmp_path / n / "model.safetensors", n) for n in ("one", "two")}
-    wanted = backbone.make_model()
-    first = wanted.state_dict()
-    wanted.load_state_dict(
-        {
-            n: (t.float() + 0.4 * sum(s[n].float() - t.float() for s in states.values())).bfloat16()
-            for n, t in first.items()
-        }
-    )
-    loader = AutoModelForSeq2SeqLM if architecture == "t5" else AutoModelForCausalLM
-    loaded = loader.from_pretrained(tmp_path / "out")
-    batch = backbone.make_objective(Colors()).make_batch("train", torch.arange(3))
-    with torch.no_grad():
-        assert torch.equal(loaded.eval()(**batch).logits, wanted(**batch).logits)
-    assert loaded.generation_config.temperature == 0.7
-    shown = [{"role": "user", "content": "hello"}]
-    text = AutoTokenizer.from_pretrained(tmp_path / "out").apply_chat_template(shown, tokenize=False)
-    assert text == "<|user|>hello<|end|>"

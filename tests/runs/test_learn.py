@@ -13,6 +13,7 @@ from mergekit_lab.backbones import OpenClip
 from mergekit_lab.merging import DARE, AdaMerging, Learning, TaskArithmetic, merge_state_dicts
 from mergekit_lab.programs import start
 from mergekit_lab.reporting import read_records
+from mergekit_lab.runs import search
 from mergekit_lab.runs.mergers import build_mergers
 from mergekit_lab.schema.run import Search
 
@@ -102,7 +103,7 @@ def test_a_merge_without_a_model_says_that_there_is_nothing_to_learn_from() -> N
 
 
 def test_weights_are_searched_on_validation_and_the_model_is_made_of_the_best(
-    finished, tmp_path, caplog
+    finished, tmp_path, caplog, monkeypatch
 ) -> None:
     folder, store = finished
     tiny = [each for each in TINY if not each.startswith("search.")]
@@ -130,6 +131,14 @@ def test_weights_are_searched_on_validation_and_the_model_is_made_of_the_best(
     method = DARE(inner=TaskArithmetic(coefficient=1.0, weights=weights))
     merged_again = merge_state_dicts(base, experts, method)
     assert all(torch.equal(stored[name], value) for name, value in merged_again.items())
+
+    scored = []
+    monkeypatch.setattr(search, "_score_model", lambda run: scored.append(run) or (lambda task, share: 0.0))
+    cfg.search.trials, cfg.stage = 7, "merge"
+    start(cfg, tmp_path, choices, how)
+    both = [json.loads(p.read_text())["info"]["curve"] for p in (store / "searches").glob("*/manifest.json")]
+    shorter, longer = sorted(both, key=len)
+    assert (longer[:5], len(longer), len(scored)) == (shorter, 7, 2), "more trials go on from those there are"
 
 
 @pytest.mark.parametrize(

@@ -327,26 +327,6 @@ def test_a_data_root_that_is_no_folder_is_refused_before_anything_is_downloaded(
         )
 
 
-def test_what_is_fetched_runs_elsewhere_without_a_network(data, tmp_path, monkeypatch) -> None:
-    def download(repo: str, **options):
-        assert repo == "tanganke/eurosat"
-        return str(shutil.copytree(data / "eurosat", options["local_dir"], dirs_exist_ok=True))
-
-    class Hub:
-        def list_repo_files(self, repo: str, **_: object) -> list[str]:
-            return [str(file.relative_to(data / "eurosat")) for file in (data / "eurosat").rglob("*.parquet")]
-
-    monkeypatch.setattr("mergekit_lab.tasks.hub.explain_unreachable", lambda: None)
-    monkeypatch.setattr("mergekit_lab.tasks.hub.find_cached_data", lambda *_: None)
-    monkeypatch.setattr("mergekit_lab.tasks.images.find_cached_data", lambda *_: None)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    cfg, choices = compose_config([*ONE_TASK, "stage=fetch", f"fetch_to={tmp_path}/carried"])
-    start(cfg, tmp_path / "run", choices, [])
-    assert "data_root=FOLDER/data" in (tmp_path / "carried" / "USE.txt").read_text()
-    assert make_run(tmp_path / "carried" / "data", tmp_path / "store").tasks["eurosat"].count("train") == 18
-
-
 def without_a_network(experiment: str, tmp_path: Path) -> str:
     """What a command says that must fail."""
     lines = f"""

@@ -74,15 +74,6 @@ def test_a_maker_that_fails_publishes_nothing_and_finds_its_resume_files_again(t
     assert not (tmp_path / "work" / "experts" / make_key(CONTENT)).exists()
 
 
-@pytest.mark.parametrize("text", ["{", "", "null", "[]", '"x"', "{}"])
-def test_a_damaged_manifest_is_named_with_the_way_out(tmp_path, text) -> None:
-    artifact = Store(tmp_path).obtain("experts", CONTENT, make_maker([]))
-    artifact.find_file("manifest.json").write_text(text)
-    with pytest.raises(InputError, match=f"delete the folder .*{artifact.key}"):
-        Store(tmp_path).find("experts", CONTENT)
-    assert list(Store(tmp_path).list_artifacts()) == []
-
-
 def test_a_store_that_cannot_be_written_says_so(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"set store\.root"):

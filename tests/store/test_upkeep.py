@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from store.weights import CONTENT, KEY, make_weights
-from tasks.test_decoding import HOSTILE
 
 from mergekit_lab import InputError
 from mergekit_lab.store import Store, artifact, make_key
@@ -263,7 +262,9 @@ def test_makers_find_nothing_but_files_and_folders_to_resume_from(tmp_path, make
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 100_000, '{"a":' * 100_000, "9" * 5000, "\ufeff{}", '"\\ud800"'], ids=lambda t: t[:5]
+    "text",
+    ["[" * 100_000, '{"a":' * 100_000, "9" * 5000, "\ufeff{}", '"\\ud800"', "{", "", "null", "[]", '"x"', "{}"],
+    ids=lambda t: t[:5],
 )
 def test_a_hostile_manifest_is_damage_like_any_other(tmp_path, text) -> None:
     store = Store(tmp_path)
@@ -274,7 +275,7 @@ def test_a_hostile_manifest_is_damage_like_any_other(tmp_path, text) -> None:
     assert wrong.folder == artifact.folder
     assert "damaged manifest" in wrong.message
     assert len(wrong.message) < 1000
-    with pytest.raises(InputError, match=f"{artifact.key} has a damaged manifest"):
+    with pytest.raises(InputError, match=f"{artifact.key} has a damaged manifest.*delete the folder"):
         store.find("experts", CONTENT)
     with pytest.raises(InputError, match=r"manifest.json cannot be used"):
         adopt(store, artifact.folder)
@@ -337,69 +338,3 @@ def test_content_and_files_may_have_names_that_are_no_unicode(tmp_path) -> None:
     artifact = Store(tmp_path).obtain("experts", content, make)
     assert Store(tmp_path).find("experts", content).find_file("\udcff").read_text() == "x"
     assert "Ünïcode" in (artifact.folder / "manifest.json").read_text()
-
-
-def export(tmp_path: Path) -> Path:
-    artifact = Store(tmp_path / "one").obtain("experts", CONTENT, make_weights())
-    shutil.copytree(artifact.folder, tmp_path / "out")
-    return tmp_path / "out"
-
-
-def test_an_exported_folder_is_the_same_artifact_in_another_store(tmp_path) -> None:
-    folder = export(tmp_path)
-    artifact = adopt(Store(tmp_path / "two"), folder)
-    assert artifact.key == KEY
-    assert artifact.info["val_accuracy"] == 1.0
-    assert torch.equal(torch.tensor(1.0).expand(8, 8), _read(artifact.find_file("model.safetensors")))
-
-
-def _read(path: Path) -> torch.Tensor:
-    from mergekit_lab import open_checkpoint
-
-    return open_checkpoint(path)["w"]
-
-
-def test_what_is_imported_runs_no_code_and_leaves_its_folder_by_no_name(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = export(tmp_path)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (tmp_path / "secret").write_text("x")
-    link_to_itself(folder / "loop")
-    os.mkfifo(folder / "pipe")
-    digest = manifest["files"]["model.safetensors"]
-    for change, match in (
-        ({"files": {"../secret": "0" * 64}}, "outside of its folder"),
-        ({"files": {"../out/model.safetensors": digest}}, "outside of its folder"),
-        ({"files": {str(folder / "model.safetensors"): digest}}, "outside of its folder"),
-        ({"files": {"a\0b": "0" * 64}}, "outside of its folder"),
-        ({"files": {"a" * 5000: "0" * 64}}, "outside of its folder|cannot be read"),
-        ({"files": {"loop/x": "0" * 64}}, "outside of its folder|cannot be read"),
-        ({"files": {"manifest.json": "0" * 64}}, "outside of its folder"),
-        ({"files": {"pipe": "0" * 64}}, "is a pipe or a device"),
-        ({"kind": "locks"}, "names the kind"),
-        ({"info": {"val_accuracy": 0.99}}, "it is not as"),
-        ({"kind": "../../etc"}, "names the kind"),
-        ({"schema": 99}, "has schema 99"),
-        ({"files": 3}, "cannot be used"),
-        ({"info": None}, "cannot be used"),
-        ({"content": CONTENT | {"seed": 7}}, "its content has the"),
-    ):
-        changed = manifest | change
-        if "files" in change:
-            del changed["digest"]
-        (folder / "manifest.json").write_text(json.dumps(changed))
-        with pytest.raises(InputError, match=match):
-            adopt(Store(tmp_path / "two"), folder)
-    old = {name: value for name, value in manifest.items() if name != "digest"}
-    (folder / "manifest.json").write_text(json.dumps(old | {"files": {"model.safetensors": "0" * 64}}))
-    with pytest.raises(InputError, match="is damaged"):
-        adopt(Store(tmp_path / "two"), folder)
-    (folder / "manifest.json").write_bytes(HOSTILE)
-    with pytest.raises(InputError, match="cannot be used"):
-        adopt(Store(tmp_path / "two"), folder)
-    (folder / "manifest.json").unlink()
-    os.mkfifo(folder / "manifest.json")
-    with pytest.raises(InputError, match="cannot be used"):
-        adopt(Store(tmp_path / "two"), folder)
-    assert not Path("exploded").exists()
-    assert not (tmp_path / "two/experts").exists()
