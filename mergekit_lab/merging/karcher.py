@@ -7,6 +7,7 @@ of the lengths. All iterates are sums of the experts' directions, so they are co
 experts, in float64, and no pass over the tensor is made for them.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from mergekit_lab.merging.sphere import SphericalMethod
 from mergekit_lab.ranges import Natural, Rate
+
+_OPPOSITE = 1e-5
+"""An expert this near to the mean's opposite pulls nowhere: the direction that its cosine has is rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +63,8 @@ class Karcher(SphericalMethod):
         for _ in range(self.steps):
             arcs = (cosines @ mean).clamp(-1, 1)
             angles = arcs.acos()
-            pull = torch.where(angles < self.tolerance, 0, shares * angles / angles.sin())
+            is_idle = (angles < self.tolerance) | (math.pi - angles < _OPPOSITE)
+            pull = torch.where(is_idle, 0, shares * angles / angles.sin())
             tangent = pull - (pull @ arcs) * mean
             length = measure(tangent)
             if length < self.tolerance:

@@ -14,6 +14,9 @@ from torch import Tensor
 from mergekit_lab.merging.sphere import SphericalMethod
 from mergekit_lab.ranges import Positive
 
+_CANCELED = 1e-4
+"""Dividing by a shorter mean of directions would enlarge what the sum of vectors loses in single precision."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MultiSLERP(SphericalMethod):
@@ -21,7 +24,7 @@ class MultiSLERP(SphericalMethod):
 
     Args:
         normalize: divide the weights by their sum.
-        epsilon: positive; added to lengths. A shorter mean of directions counts as no direction.
+        epsilon: positive; added to lengths. A mean of directions below it, or below 1e-4, is none.
         task_vectors: interpolate the task vectors, and add the base.
         weights: `λ_t`, 1 by default.
 
@@ -39,6 +42,6 @@ class MultiSLERP(SphericalMethod):
         lengths = gram.diagonal().sqrt()
         units = shares / (lengths + self.epsilon)
         mean = float((units @ gram @ units).clamp(min=0).sqrt())
-        if mean >= self.epsilon:
+        if mean >= max(self.epsilon, _CANCELED):
             shares = units * float(shares @ lengths) / mean
         return [float(share) for share in shares]

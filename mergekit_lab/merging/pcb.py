@@ -66,11 +66,17 @@ def _find_bounds(stream: Stream, first: int, last: int, entries: int) -> tuple[T
     shares = [share.read_blocks for share in stream.divide()]
     kept = [entries - first, entries - last]
     bounds = [_to_column(largest) for largest in select_each(shares, kept, entries, True)]
-    smallest = torch.full_like(bounds[0], torch.inf)
     if first == 0:
-        for _, block, _ in stream.read_blocks():
-            smallest = torch.minimum(smallest, block.abs().amin(dim=1, keepdim=True).to(smallest))
-    return smallest if first == 0 else bounds[0], bounds[1]
+        bounds[0] = _find_smallest(stream.map(lambda name, deltas, site: deltas.abs()))
+    return bounds[0], bounds[1]
+
+
+def _find_smallest(stream: Stream) -> Tensor:
+    """`[T, 1]`."""
+    smallest = torch.full((len(stream.experts), 1), torch.inf, dtype=torch.float64)
+    for _, block, _ in stream.read_blocks():
+        smallest = torch.minimum(smallest, block.amin(dim=1, keepdim=True).to(smallest))
+    return smallest
 
 
 def _to_column(largest: Largest) -> Tensor:
@@ -80,6 +86,8 @@ def _to_column(largest: Largest) -> Tensor:
 
 def _find_ranked(stream: Stream, rank: int, entries: int) -> Tensor:
     """The signed entries of this rank from below, `[T, 1]`."""
+    if rank == 0:
+        return _find_smallest(stream)
 
     def select(sign: int, kept: int) -> Tensor:
         signed = stream.map(lambda name, deltas, site: deltas.mul(sign).relu_())

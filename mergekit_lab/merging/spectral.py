@@ -24,8 +24,9 @@ _NO_MATRIX = "text_projection"
 class SpectralMethod(ScaledMethod):
     """Base of the methods that merge matrices as matrices: `θ0 + α·merge_matrices(δ)`.
 
-    2-D tensors are treated so, embeddings included, text projections excepted (the TSV-M authors' rule); all
-    others get `α` times the mean of the task vectors, each scaled by its `λ_t`.
+    2-D tensors are treated so, embeddings included, text projections excepted (the rule of the authors of TSV-M
+    and Iso; tanganke/fusion_bench has no exceptions); all others get `α` times the mean of the task vectors,
+    each scaled by its `λ_t`.
     """
 
     by_matrix = True

@@ -5,7 +5,8 @@ arithmetic runs; `PRESETS` has them row by row. Their results on the same task v
 0.90. Sources: prateeky2806/ties-merging (paper), yule-BUAA/MergeLM, tanganke/fusion_bench (sum),
 apanariello4/core-space-merging (the paper's, tensor by tensor), arcee-ai/mergekit, huggingface/peft.
 
-Trimming is exact in a few passes over blocks, whole model or tensor.
+Trimming is exact in a few passes over blocks, whole model or tensor. Where `mergekit` would keep no entry of a
+tensor, its releases before 0.1.5 refuse, and 0.1.5 keeps one; ours keeps none, as peft does.
 """
 
 import threading
@@ -31,7 +32,7 @@ class Preset:
         count: how many of `d` entries stay, from the density and `d`.
         weighed_votes: `λ_t` counts in the election too.
         even_sign: the sign where votes are even; None: that of the sum of all elected signs of the model.
-        zero_majority_sign: the sign where that sum is 0 as well; 0 takes no entry.
+        zero_majority_sign: the sign where that sum is 0 as well; 0 takes no entry, nor does "max".
         aggregator: "mean" or "sum" of the agreeing entries `λ_t δ_t`.
         divisor: of the mean: "count", or "weights": the sum of their `λ_t`.
         coefficient: `α` where none is set.
@@ -50,7 +51,8 @@ class Preset:
 
 
 def _count_from_above(density: float, entries: int) -> int:
-    return min(entries, entries - int((1 - density) * entries) + 1)
+    dropped = round(1 - density, 12)  # 1 - 0.8 is 0.19999999999999996, and the original is given 0.2
+    return min(entries, entries - int(dropped * entries) + 1)
 
 
 def _count_exactly(density: float, entries: int) -> int:
@@ -218,5 +220,7 @@ class TIES(ScaledMethod):
         # a norm over dim 0 takes a CPU a hundred times as long as these two
         most = torch.maximum(votes.amax(dim=0), -votes.amin(dim=0))
         if bool((most * is_even).any()):
-            signs.add_(is_even, alpha=survey.majority or self.rule.zero_majority_sign)
+            # the largest is multiplied by the sign, where the mean and the sum only choose by it
+            otherwise = 0.0 if self.aggregator == "max" else self.rule.zero_majority_sign
+            signs.add_(is_even, alpha=survey.majority or otherwise)
         return signs

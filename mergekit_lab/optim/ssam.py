@@ -15,7 +15,7 @@ Where we differ: masks are renewed by steps, not epochs. `SSAMF` estimates the F
 squares of the gradients that it computes anyway, between two masks. The authors run the model on single
 samples. Both order entries alike if batch gradients are mostly noise. `use_fisher` takes single-sample
 estimates. The random choices of `SSAMD` are a function of (seed, step). The number of chosen entries is exact,
-and ties go to the first. Otherwise as in sam.py.
+and ties go to the first. The norm gets 1e-12 added, theirs 1e-7. Otherwise as in sam.py.
 """
 
 import math

@@ -166,6 +166,13 @@ ETA = {
     ("variant", "method", "cases"),
     [
         ("ties_orig.dis-mean", TIES(), ("A", "B", "C", "C20")),
+        ("ties_orig.dis-sum", TIES(aggregator="sum"), ("A", "B", "C", "C20")),
+        ("ties_orig.dis-max", TIES(aggregator="max"), ("A", "B", "C", "C20")),
+        (
+            "fusionbench.mean",
+            TIES(preset="sum", coefficient=1.0, aggregator="mean"),
+            ("A", "B", "C", "C20"),
+        ),
         ("mergelm.dis-mean", TIES(preset="mergelm"), ("A", "B", "C", "C20")),
         ("fusionbench.sum", TIES(preset="sum", coefficient=1.0), ("A", "B", "C", "C20")),
         ("mergekit.sum.norm", TIES(preset="mergekit"), ("A", "B", "C", "C20")),

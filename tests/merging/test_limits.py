@@ -20,9 +20,11 @@ from mergekit_lab.merging import (
     Fisher,
     IsoC,
     IsoCTS,
+    Karcher,
     LiNeS,
     Method,
     ModelStock,
+    MultiSLERP,
     RegMean,
     TaskArithmetic,
     WeightAverage,
@@ -48,6 +50,18 @@ def test_pcb_of_one_expert_clamps_magnitudes_to_a_quantile_that_is_exact_in_floa
     delta = torch.randn(64, generator=torch.Generator().manual_seed(0), dtype=F64)
     merged = merge_one(PCB(density=1.0, coefficient=1.0), delta[None])
     assert merged.abs().max() == delta.abs().sort().values[-2]
+
+
+def test_pcb_at_density_one_gives_the_entry_of_least_balance_no_weight() -> None:
+    delta = torch.linspace(0.1, 0.8, 8, dtype=F64)
+    merged = merge_one(PCB(density=1.0, coefficient=1.0), delta[None])
+    assert merged[0] == 0
+    assert bool((merged[1:] > 0).all())
+
+
+@pytest.mark.parametrize(("density", "mask_rate"), [(0.1, 0.9), (0.7, 0.3), (0.8, 0.2), (0.9, 0.1)])
+def test_ties_of_mergelm_keeps_what_its_mask_rate_keeps(density: float, mask_rate: float) -> None:
+    assert TIES(density=density, preset="mergelm").count_kept(1000) == 1000 - int(1000 * mask_rate) + 1
 
 
 @pytest.mark.parametrize("preset", ["paper", "mergelm", "mergekit", "peft"])
@@ -109,6 +123,17 @@ def test_slerp_is_linear_between_parallel_and_opposite_tensors() -> None:
     assert measure_error(merge_one(SLERP(t=0.25), torch.stack([a, -a])), 0.5 * a) < 1e-12
     assert measure_error(merge_one(SLERP(t=0.25), torch.stack([0 * a, a])), math.sin(math.pi / 8) * a) < 1e-12
     assert torch.equal(merge_one(SLERP(), torch.zeros(2, 3)), torch.zeros(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_numbers_of_opposite_signs_do_not_make_rounding_large(dtype: torch.dtype) -> None:
+    for numbers, mean in (([1.0, -0.9], 0.95), ([1.0, 1.2, -0.9], 3.1 / 3), ([1.0, 1.1, 0.9, -0.05], 3.05 / 4)):
+        deltas = torch.tensor(numbers, dtype=dtype)[:, None]
+        assert merge_one(Karcher(task_vectors=True), deltas).item() == pytest.approx(mean, rel=1e-6)
+    for numbers in ([1.0, -0.9], [0.3, -0.7], [0.2, 0.6, -0.1, -0.3]):
+        deltas = torch.tensor(numbers, dtype=dtype)[:, None]
+        wanted = sum(numbers) / len(numbers)
+        assert merge_one(MultiSLERP(), deltas).item() == pytest.approx(wanted, rel=1e-6)
 
 
 def test_model_stock_moves_to_the_mean_by_the_angle() -> None:
