@@ -54,9 +54,9 @@ def compile_model(model: nn.Module, use: Callable[[nn.Module], object], setting:
     begun = time.monotonic()
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
-        compiled: nn.Module = torch.compile(model, options=_OPTIONS)  # type: ignore[assignment]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch says of itself while it compiles
+            compiled: nn.Module = torch.compile(model, options=_OPTIONS)  # type: ignore[assignment]
             use(compiled)
     except Exception as error:
         log.warning(
