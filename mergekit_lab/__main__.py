@@ -16,8 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from mergekit_lab.errors import InputError
 from mergekit_lab.paths import find_conf_dir
 
-# OpenMP threads spin at barriers. By default two runs on the same cores then take twenty times as long as one.
-# This limit shares the cores and costs a single run nothing. torch reads it when it loads.
+# OpenMP threads spin while they wait for each other. With the default limit, two runs on the same cores take
+# twenty times as long as one. This limit costs a single run nothing. torch reads it when it is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 _FULL_ERROR = "HYDRA_FULL_ERROR" in os.environ
@@ -37,13 +37,13 @@ def main(cfg: DictConfig) -> float | None:
         overrides: Any = OmegaConf.to_container(settings.overrides.task, resolve=False)  # with their `${…}`
         return start(cfg, Path(settings.runtime.output_dir), settings.runtime.choices, overrides)
     except InputError as error:
-        if settings.mode is RunMode.RUN and not _FULL_ERROR:  # a sweep hears of its jobs by what they raise
+        if settings.mode is RunMode.RUN and not _FULL_ERROR:  # a sweep learns of failures by exceptions
             raise SystemExit(str(error)) from None
         raise UserError(str(error)) from error
 
 
 def _run() -> None:
-    """`main`, with Hydra's complaints about the command line in our words."""
+    """Call `main`. Hydra's errors about the command line become one line with the nearest name."""
     from mergekit_lab.command_line import check_config_files, explain
     from mergekit_lab.schema.hydra_parts import guard_hydra
 
@@ -68,7 +68,7 @@ def run() -> None:
     from mergekit_lab.workers import leave, raise_on_sigterm
 
     outlive_console()
-    atexit.register(gc.freeze)  # Python would look for garbage among all that torch made: half a second
+    atexit.register(gc.freeze)  # else Python collects garbage among torch's objects at exit, for half a second
     is_script = Path(sys.argv[0]).stem == "mergekit-lab"
     text = answer(sys.argv[1:], "mergekit-lab" if is_script else "python -m mergekit_lab")
     if text is not None:
@@ -79,7 +79,7 @@ def run() -> None:
         here = os.getcwd()
     except OSError:
         sys.exit("the working folder was deleted: change to another")
-    if here not in sys.path:  # a console script has its own folder there, and `_target_` may name a user's
+    if here not in sys.path:  # `_target_` may name a module here, and a console script has only its own folder
         sys.path.insert(0, here)
     gather_temporary_files()
     sys.argv[1:] = translate(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Batches of samples, as training, evaluation and curvature have them: counted, cut and moved.
+"""Count, cut and move batches of samples. Training, evaluation and curvature share them.
 
 Dimension 0 of a tensor is the sample.
 """
@@ -16,7 +16,7 @@ Batch = tuple[Any, Tensor] | Mapping[str, Any]
 """Inputs and labels: a pair `(x, y)`, or keyword arguments of the model with `labels` among them."""
 
 IGNORED = -100
-"""The label at a token that is no answer's."""
+"""The label of a token that belongs to no answer."""
 
 
 def find_labels(batch: Batch) -> Tensor:
@@ -55,7 +55,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def pin_memory(batch: Batch) -> Batch:
-    """The batch in memory that a GPU reads by itself."""
+    """The batch in pinned memory, from which a GPU copies asynchronously."""
     return map_tensors(Tensor.pin_memory, batch)
 
 
@@ -66,8 +66,10 @@ def list_tensors(batch: Batch) -> list[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """The batch that `function` makes of its tensors; also of mappings that are unknown to torch, such as
-    the outputs of tokenizers.
+    """The batch with `function` applied to each of its tensors.
+
+    Mappings of other classes, such as the outputs of tokenizers, become dicts, because torch's `tree_map` does
+    not look into them.
     """
     plain = dict(batch) if isinstance(batch, Mapping) else batch
     return tree_map(lambda value: function(value) if isinstance(value, Tensor) else value, plain)

@@ -1,4 +1,4 @@
-"""From what a user writes to what Hydra reads, and from what Hydra complains of to one line."""
+"""Translate a command line for Hydra, and Hydra's errors for the user."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mergekit_lab.yaml_files import read_yaml_text
 
 _EXPERIMENT = "+experiment="
 _ADDED = ("experiment", "protocol", "shipped", "task", "task/clip")
-"""Groups of which a run takes nothing unless it is added."""
+"""Groups that a run uses only if the command line adds one (`+group=OPTION`)."""
 _SHIPPED_SUITE = "suite=glyphs8"
 _CONFIG_DIR = ("--config-dir", "-cd", "--config-path", "-cp")
 _WITH_VALUE = {*_CONFIG_DIR, "--config-name", "-cn", "--package", "-p", "--cfg", "-c", "--experimental-rerun"}
@@ -41,7 +41,7 @@ Merge them:
 More: {command} --help    every option and what it is; `merger=` lists those of one group
       {command} --version
 Add dry_run=true to see what would be done, and how long it takes."""
-"""What the bare command says."""
+"""Printed by the bare command."""
 HELP = """\
 mergekit_lab: fine-tune experts of one backbone, merge them, evaluate the merged model, compare.
 
@@ -55,12 +55,12 @@ Add your own with --config-dir PATH. `--cfg job` prints the composed configurati
 was composed. A group's file shows every key it takes.
 
 {groups}"""
-"""What `--help` says of runs; Hydra answers for a command."""
+"""Printed by `--help` for runs. Hydra answers `--help` for commands."""
 _STOPPED = "stopped; the same command goes on from here"
 
 
 def answer(arguments: Sequence[str], command: str = "mergekit-lab") -> str | None:
-    """What is said at once, without reading a configuration: without arguments a way in, help, the version."""
+    """The answer to a command line that needs no configuration: no arguments, `--help` or `--version`."""
     if not arguments:
         return WELCOME.format(command=command)
     if "--version" in arguments:
@@ -79,7 +79,7 @@ def answer(arguments: Sequence[str], command: str = "mergekit-lab") -> str | Non
 
 
 def explain_stop(arguments: Sequence[str]) -> str:
-    """What Ctrl-C leaves: a run goes on from the store, a command on checkpoints begins anew."""
+    """The message after Ctrl-C: a run continues from the store, a command on checkpoints starts again."""
     named = [each.removeprefix("--config-name=") for each in arguments if each.startswith("--config-name=")]
     if set(named) & set(COMMANDS):
         return "stopped; nothing was written, and the same command begins anew"
@@ -87,13 +87,13 @@ def explain_stop(arguments: Sequence[str]) -> str:
 
 
 def translate(arguments: list[str]) -> list[str]:
-    """The command line as Hydra can read it.
+    """The command line in a form that Hydra reads.
 
-    A command on checkpoints has a configuration of its own: `+experiment=diagnose`, and `stage=diagnose` too,
-    becomes `--config-name=diagnose`. An experiment in a user's folder may be for a command as well: its file
-    says `command: diagnose`. A paper's figure with `suite=glyphs8` gets the option that its `shipped` names,
-    `+shipped=…`. Hydra's grammar knows no ×, which tables are asked for with (`table=optimizer×merger`;
-    `optimizer x merger` and `optimizer*merger` are the same), and no option between two settings.
+    - A command on checkpoints has its own configuration: `+experiment=diagnose` and `stage=diagnose` become
+      `--config-name=diagnose`. So does an experiment in a user's folder whose file says `command: diagnose`.
+    - A paper's figure with `suite=glyphs8` gets the option that its `shipped` names, `+shipped=…`.
+    - In `table=`, `×` and ` x ` become `*`, because Hydra's grammar has no `×`.
+    - Options move behind the settings, because Hydra accepts no option between two settings.
     """
     settings, options = _split_options(arguments)
     settings = [_TIMES.sub("*", each) if each.startswith("table=") else each for each in settings]
@@ -129,7 +129,7 @@ def _find_command(experiment: str, arguments: list[str]) -> str | None:
 
 
 def _add_shipped(arguments: Iterable[str]) -> list[str]:
-    """What draws a paper's figure on the data that ships, after its experiment."""
+    """The option that draws a paper's figure on the shipped data; it follows the experiment."""
     words = set(arguments)
     if _SHIPPED_SUITE not in words or any(each.startswith("+shipped=") for each in words):
         return []
@@ -140,7 +140,7 @@ def _add_shipped(arguments: Iterable[str]) -> list[str]:
 
 
 def check_config_files(arguments: list[str]) -> None:
-    """Refuse YAML in a user's folders that Hydra would choke on; see `read_yaml_text`."""
+    """Refuse YAML files in a user's folders that Hydra cannot read; see `read_yaml_text`."""
     searched = [each.partition("=")[2] for each in arguments if _SEARCH_PATH in each]
     named = [Path(path) for each in searched for path in re.findall(r"(?:file://)?([^][,'\"\s]+)", each)]
     for folder in (*_list_config_dirs(arguments), *named):
@@ -160,11 +160,11 @@ def _list_config_dirs(arguments: Sequence[str]) -> Iterator[Path]:
 
 
 def explain(error: Exception, arguments: Sequence[str] = ()) -> str:
-    """What Hydra says of a command line, as one line with the nearest name; a name left empty lists them all.
+    """Hydra's error about a command line as one line, with the nearest name. `merger=` lists all mergers.
 
     Args:
         error: Hydra's.
-        arguments: as Hydra got them, for options in a user's folder.
+        arguments: as Hydra got them; they name the user's folders with options.
     """
     text = str(error)
     if isinstance(error, MissingConfigException) and error.options is not None:
@@ -186,7 +186,7 @@ def explain(error: Exception, arguments: Sequence[str] = ()) -> str:
 
 
 def list_options(group: str, folders: Iterable[Path] = ()) -> str:
-    """The options of a group with the first comment of each, those of one family together.
+    """The options of a group, each with the first comment of its file; families of options form blocks.
 
     Args:
         group: as `merger`.
@@ -221,7 +221,7 @@ def _read_first_comment(file: Path, room: int) -> str:
 
 
 def _list_groups() -> list[str]:
-    """The groups, an experiment's first, and those last that a command line only adds to."""
+    """The groups: `experiment` first, and last those that a command line must add."""
     files = find_conf_dir().rglob("*.yaml")
     names = {str(file.parent.relative_to(find_conf_dir())) for file in files if file.parent != find_conf_dir()}
     mine = [name for name in names if not name.startswith("hydra")]
@@ -229,6 +229,6 @@ def _list_groups() -> list[str]:
 
 
 def _list_top_level_names() -> Iterable[str]:
-    """Groups, and keys of `main.yaml`."""
+    """All groups, and the keys of `main.yaml`."""
     keys = re.findall(r"^(\w+):", (find_conf_dir() / "main.yaml").read_text(), re.M)
     return {*keys, *_list_groups()} - {"defaults"}

@@ -19,13 +19,13 @@ from mergekit_lab.paths import find_compiler_cache
 log = logging.getLogger(__name__)
 
 PAYS_FROM = 5000
-"""Steps from which `training.compile=auto` compiles: it takes 30 to 80 s the first time, and saves 5 to 30 ms a
-step of the models it is for."""
+"""Steps from which `training.compile=auto` compiles. Compiling takes 30 to 80 s the first time, and saves 5 to
+30 ms a step."""
 _LARGE = 10**7
-"""Parameters below which a step is too short for compiling to gain what it costs."""
+"""Parameters from which `training.compile=auto` compiles. Steps of smaller models are too short to gain."""
 
 _OPTIONS: dict[str, Any] = {"fallback_random": True}
-"""Dropout draws as it does where the model is not compiled."""
+"""Dropout draws the same numbers as in the uncompiled model."""
 
 
 def is_worthwhile(device: torch.device, steps: int, model: nn.Module) -> bool:
@@ -35,7 +35,7 @@ def is_worthwhile(device: torch.device, steps: int, model: nn.Module) -> bool:
 
 
 def _has_compiler() -> bool:
-    """Whether kernels can be built here: Triton, and a C compiler for what launches them."""
+    """Whether kernels can be built here: Triton builds them, and a C compiler what launches them."""
     from torch.utils._triton import has_triton
 
     return bool(has_triton()) and any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")))
@@ -46,7 +46,7 @@ def compile_model(model: nn.Module, use: Callable[[nn.Module], object], setting:
 
     Args:
         model: its parameters, gradients and buffers stay as they are.
-        use: does with a model what will be done with it. It is called once, to compile here and not later.
+        use: calls a model as it will be called later. It is called once, which compiles the model now.
         setting: the name of the user's setting, such as "training.compile".
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(find_compiler_cache()))
@@ -55,15 +55,11 @@ def compile_model(model: nn.Module, use: Callable[[nn.Module], object], setting:
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what torch says of itself while it compiles
+            warnings.simplefilter("ignore")  # torch's own code warns while it compiles
             compiled: nn.Module = torch.compile(model, options=_OPTIONS)  # type: ignore[assignment]
             use(compiled)
     except Exception as error:
-        log.warning(
-            "%s: the model cannot be compiled and runs as written (%s)",
-            setting,
-            say_error(error),
-        )
+        log.warning("%s: the model cannot be compiled and runs as written (%s)", setting, say_error(error))
         return model
     finally:
         with torch.no_grad():
@@ -74,11 +70,11 @@ def compile_model(model: nn.Module, use: Callable[[nn.Module], object], setting:
 
 
 def end_compilers() -> None:
-    """Let the processes that compile end while other work goes on: torch would wait for them at exit."""
+    """End torch's compiler processes in the background: at exit, torch would wait for them."""
     compilers = sys.modules.get("torch._inductor.async_compile")
     pools = list(getattr(compilers, "_pool_set", ()))
     if compilers is not None and pools:
-        compilers.after_fork()  # forgets them at once: who compiles meanwhile starts others
+        compilers.after_fork()  # torch forgets them, and starts others if something is compiled later
 
         def end() -> None:
             for pool in pools:

@@ -1,4 +1,4 @@
-"""Output for a person, or for nobody: a pager was quit, or a disk is full. The computation continues."""
+"""Output that may have no reader any more: a pager was quit, or a disk is full. The computation continues."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class PlainFormatter(logging.Formatter):
-    """Formats only the message; a warning's begins with the word."""
+    """Prints the message alone, with "warning: " before a warning."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -20,7 +20,7 @@ class PlainFormatter(logging.Formatter):
 
 
 class _Console(io.FileIO):
-    """Writes as far as it can; the first time it cannot, it says so where errors go."""
+    """Drops what cannot be written. The first time, it says so on stderr."""
 
     lost = False
 
@@ -38,10 +38,10 @@ class _Console(io.FileIO):
 
 
 def outlive_console() -> None:
-    """From here on, writing to stdout or stderr raises nothing, whatever becomes of them.
+    """From here on, writing to stdout or stderr never raises.
 
-    What they cannot encode is written with escapes. One that was closed before we began leads nowhere, and no
-    file that is opened gets its number.
+    Characters that they cannot encode are escaped. If one was closed before this process began, it becomes
+    `/dev/null`, so that no file opened later gets its descriptor.
     """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)

@@ -1,4 +1,4 @@
-"""Work on a CUDA device that is recorded once and replayed, at the price of one launch."""
+"""Record work on a CUDA device once, and replay it with a single launch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,14 +9,11 @@ import torch
 Result = TypeVar("Result")
 
 DEVICES = ("cuda",)
-"""Kinds of devices that have such graphs."""
+"""Kinds of devices that have CUDA graphs."""
 
 
 class GraphStream:
-    """Where graphs are recorded: a stream of a CUDA device, and the memory that all recordings share.
-
-    Its stream waits for the one that is in use, and is waited for.
-    """
+    """A stream of a CUDA device in which graphs are recorded, with a memory pool that all of them share."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -25,7 +22,8 @@ class GraphStream:
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """Within the block work goes to the card's stream."""
+        """Within the block, work goes to this stream. It waits for the current stream at the start, and the
+        current stream waits for it at the end."""
         outer = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outer)
         with torch.cuda.stream(self._stream):
@@ -35,9 +33,9 @@ class GraphStream:
     def record(
         self, run: Callable[[], Result], generators: Sequence[torch.Generator] = ()
     ) -> tuple[torch.cuda.CUDAGraph, Result]:
-        """What `run` would compute, as a graph; and where its result will be.
+        """Record `run` without executing it: the graph, and the tensors that a replay fills.
 
-        Only this thread's calls are part of it: others bring the next batches meanwhile.
+        Only this thread's calls are recorded, because other threads copy the next batches meanwhile.
         """
         graph = torch.cuda.CUDAGraph()
         for generator in generators:

@@ -9,16 +9,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 Version = tuple[int, ...]
-"""A file's device, inode, size and times of change: others where it was written to or replaced, and the same
-where its folder is renamed."""
+"""A file's device, inode, size and times of change. Writing or replacing a file changes it; renaming its folder
+does not."""
 TICK = 20_000_000
-"""Nanoseconds after a change in which a file system may give another change the same time."""
+"""Nanoseconds within which a file system may give two changes the same time."""
 _known: dict[Version, str] = {}
-"""Of what this process has read."""
+"""Digests of the files that this process has read."""
 
 
 def read_version(path: Path) -> Version | None:
-    """A file's version; None where there is no file that can be asked, or where it was changed just now."""
+    """A file's version; None if there is no such file, or if it changed within the last `TICK`."""
     try:
         status = path.stat()
     except OSError:
@@ -42,12 +42,12 @@ def hash_bytes(path: Path) -> str:
 
 
 def hash_file(path: Path) -> str:
-    """The hexadecimal SHA-256 of a file's bytes. One of the hub's cache is not read: its name is its hash."""
+    """The hexadecimal SHA-256 of a file's bytes. Files in the hub's cache are named by it, and are not read."""
     return path.resolve().name if is_blob(path) else hash_bytes(path)
 
 
 def is_blob(path: Path) -> bool:
-    """Whether a file is, or links to, one of the hub's cache: `blobs/SHA256`."""
+    """Whether a file is, or links to, a file of the hub's cache: `blobs/SHA256`."""
     folder, name = path.resolve().parts[-2:]
     return folder == "blobs" and re.fullmatch(r"[0-9a-f]{64}", name) is not None
 

@@ -1,4 +1,4 @@
-"""The error for what a user can mend: a file, a name, a value."""
+"""`InputError`, for mistakes that a user can mend, and the wording of its messages."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ class InputError(ValueError):
 
 @contextmanager
 def name_in_errors(name: str) -> Iterator[None]:
-    """Put the name of what is at fault before the message of an `InputError`."""
+    """Put a name, such as a file's, before the message of an `InputError` raised in the block."""
     try:
         yield
     except InputError as error:
@@ -37,7 +37,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def say_bytes(size: float) -> str:
-    """ "312 bytes", "4.2 MB", "0.51 GB": never a zero for what is more."""
+    """ "312 bytes", "4.2 MB", "0.51 GB"; never "0 GB" for a small size."""
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if size >= 0.1 * unit:
             return f"{size / unit:.2f} {name}" if size < unit else f"{size / unit:.1f} {name}"
@@ -55,17 +55,17 @@ def say_duration(seconds: float) -> str:
 
 
 def say_error(error: BaseException) -> str:
-    """The first line of an error's message; the name of its class where it has none."""
+    """The first line of an error's message; if it is empty, the name of its class."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def abbreviate(value: object) -> str:
-    """A value as a message shows it: its `repr`, cut short however large or deep it is."""
+    """A value's `repr`, cut short for a message."""
     return _SHORT.repr(value)
 
 
 _SHOWN = 12
-"""Names that one line has room for."""
+"""Names that a message lists at most."""
 _SHORT = Repr()
 _SHORT.maxlevel = 3
 _SHORT.maxstring = _SHORT.maxother = 120

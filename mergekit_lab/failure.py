@@ -13,5 +13,5 @@ def write_failure(folder: Path, overrides: list[str], error: str) -> None:
 
 
 def remove_failure(folder: Path) -> None:
-    """Take back what an earlier attempt left, if there is such."""
+    """Remove the file that an earlier attempt left, if there is one."""
     (folder / FILE).unlink(missing_ok=True)

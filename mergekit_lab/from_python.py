@@ -17,7 +17,7 @@ RECORDS = "records.jsonl"
 
 
 def run(experiment: str | None = None, overrides: Sequence[str] = ()) -> DataFrame:
-    """Carry out one run, and return what it measured.
+    """Run an experiment, and return what it measured.
 
     Args:
         experiment: an option of `+experiment=`, such as `"quickstart"`; None starts from the defaults.
@@ -51,9 +51,9 @@ def run(experiment: str | None = None, overrides: Sequence[str] = ()) -> DataFra
         folder = Path(cfg.run_dir)
         with open_dict(cfg):
             del cfg["hydra"]
-            cfg.run_dir = str(folder)  # which `now` would name anew
+            cfg.run_dir = str(folder)  # else `${now:}` would give another name each time it is read
             if cfg.device == "spread" and not any(each.startswith("device=") for each in overrides):
-                cfg.device = "auto"  # its processes would run an unguarded script anew
+                cfg.device = "auto"  # worker processes would run an unguarded script again
         start(cfg, folder, choices, arguments)
     finally:
         Singleton.set_state(before)

@@ -1,4 +1,4 @@
-"""Results of a long loop in a file, so that a process that was cut goes on where it was."""
+"""Keep the results of a long loop in a file, so that an interrupted process continues where it was."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def keep_results(compute: Callable[[Cell], Any], file: Path) -> Callable[[Cell],
     """`compute`, called once for each cell: results of an earlier try are read from the file.
 
     Args:
-        compute: gives what JSON can hold, but for NaN and infinities, which come back as NaN.
-        file: of JSON lines; a line that was cut is left out.
+        compute: returns what JSON can hold. NaN and infinities are read back as NaN.
+        file: JSON lines. A line that was cut short is skipped.
     """
     done = {}
     for line in file.read_text(errors="replace").splitlines() if file.exists() else ():
@@ -30,7 +30,7 @@ def keep_results(compute: Callable[[Cell], Any], file: Path) -> Callable[[Cell],
         if cell not in done:
             done[cell] = compute(cell)
             with file.open("a") as stream:
-                # the break comes first: it also ends a line that was cut
+                # the newline comes first: it also ends a line that was cut short
                 stream.write("\n" + json.dumps([cell, without_nan(done[cell])], allow_nan=False))
         return done[cell]
 
@@ -42,14 +42,14 @@ def _as_cell(value: Any) -> Any:
 
 
 def without_nan(data: Any) -> Any:
-    """As JSON can hold it: None in place of every NaN and infinity."""
+    """The data with None in place of every NaN and infinity, as JSON needs it."""
     return _replace(
         data, lambda value: None if isinstance(value, float) and not math.isfinite(value) else value
     )
 
 
 def with_nan(data: Any) -> Any:
-    """As it is computed with and drawn: NaN in place of every None."""
+    """The data with NaN in place of every None, as figures need it."""
     return _replace(data, lambda value: math.nan if value is None else value)
 
 

@@ -1,4 +1,4 @@
-"""What of the machine this process may use."""
+"""The cores, devices and disk that this process may use."""
 
 import os
 import shutil
@@ -6,14 +6,15 @@ from pathlib import Path
 
 
 def count_cores() -> int:
-    """Cores that this process may run on: under Slurm, `taskset` or in a cpuset fewer than there are."""
+    """Cores that this process may run on. Slurm, `taskset` and cpusets allow fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def list_devices(processes: int = 1) -> list[str]:
-    """What `device=auto` means: all CUDA devices, else the CPU; there up to so many processes, one a core."""
+    """What `device=auto` means: all CUDA devices, or else the CPU, once for each of at most `processes`
+    processes. No more are listed than there are cores."""
     import torch
 
     cards = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
@@ -21,6 +22,6 @@ def list_devices(processes: int = 1) -> list[str]:
 
 
 def count_free_bytes(path: Path) -> int:
-    """Free bytes of the disk that holds a file or folder, or would."""
+    """Free bytes of the disk that holds a file or folder, or will hold it."""
     path = path.expanduser().absolute()
     return shutil.disk_usage(next(each for each in (path, *path.parents) if each.exists())).free

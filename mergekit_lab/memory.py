@@ -26,7 +26,7 @@ def fit_memory(
     way_out: str,
     smaller: Callable[[int], int | None] = halve,
 ) -> tuple[Result, int]:
-    """`work(size)`, and anew with what `smaller` says as long as the device has too little memory for it.
+    """`work(size)`; if the device runs out of memory, again with the next `smaller` size, until one fits.
 
     Args:
         work: what is done.
@@ -61,23 +61,23 @@ def fit_memory(
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Begin to measure anew. Does nothing on a CPU."""
+    """Reset the peak of a CUDA device's memory. Does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def read_peak_memory(device: torch.device) -> int | None:
-    """Bytes since the last reset on a CUDA device; None on a CPU, where only the process's peak is known."""
+    """The peak in bytes since the last reset of a CUDA device; None on a CPU, which knows only a process's."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def read_total_memory(device: torch.device) -> int:
-    """Bytes of a CUDA device; 0 of a CPU, whose memory others use, too."""
+    """Bytes of a CUDA device; 0 on a CPU, which shares its memory with other programs."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
 def read_free_memory(device: torch.device) -> int:
-    """Bytes of a CUDA device that nobody uses, those that torch keeps for reuse included; 0 of a CPU."""
+    """Free bytes of a CUDA device, including those that torch keeps for reuse; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

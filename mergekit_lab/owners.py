@@ -1,8 +1,8 @@
 """Who a process is, so that another one can tell whether it still lives.
 
-The number of a process is not enough. Numbers are used again, containers of one host count for themselves, and
-hosts that share a file system know nothing of each other's. So a process is known by its host, the host's boot,
-the namespace of its number, the number and the time it began.
+A process id is not enough. Ids are reused, every container of a host has its own, and hosts that share a file
+system do not see each other's. So a process is identified by its host, the host's boot, its pid namespace, its
+pid and its start time.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any
 
 _LARGEST = 2**31 - 1
-"""A number of a process; larger ones, zero and negative ones mean something else to `kill`, or nothing."""
+"""The largest pid. To `kill`, zero and negative numbers mean groups of processes."""
 
 
 def identify_process() -> dict[str, Any]:
-    """This process, as JSON holds it."""
+    """This process, as a JSON-able mapping."""
     return _read_namespace() | {"pid": os.getpid(), "started": _read_start(os.getpid())}
 
 
 def has_ended(owner: Mapping[str, Any]) -> bool:
-    """Whether the process that `identify_process` described has ended, for certain.
+    """Whether the process that `identify_process` described has certainly ended.
 
-    False too of a process of another host or container, and of what describes none: there another sign of life
-    must be waited for.
+    False also if it runs on another host or in another container, or if `owner` describes no process. The
+    caller then needs another sign of life.
     """
     pid = owner.get("pid")
     here = all(owner.get(name) == value for name, value in _read_namespace().items())
@@ -43,7 +43,7 @@ def has_ended(owner: Mapping[str, Any]) -> bool:
 
 
 def _read_namespace() -> dict[str, Any]:
-    """Where the number of a process of this one's surroundings means something."""
+    """The host, boot and pid namespace within which a pid names one process."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -56,7 +56,7 @@ def _read_namespace() -> dict[str, Any]:
 
 
 def _read_start(pid: int) -> str:
-    """When a process began, in the kernel's ticks; "ended" of one that only its parent has still to collect."""
+    """When a process began, in the kernel's ticks; "ended" for a zombie; "" if that cannot be read."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

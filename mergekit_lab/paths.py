@@ -1,4 +1,4 @@
-"""Where the package's own files are, where results go by default, and what there is no file."""
+"""Where the package's files and its results are, and two questions to the file system."""
 
 import os
 import stat
@@ -31,7 +31,7 @@ def _find_user_cache() -> Path:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether this is a pipe, a socket or a device, which whoever opens it may wait for without end."""
+    """Whether this is a pipe, a socket or a device: opening one may block forever."""
     try:
         mode = path.stat().st_mode
     except OSError:
@@ -40,7 +40,7 @@ def is_stream(path: Path) -> bool:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Have a file's bytes, or a folder's names, on the disk."""
+    """Flush a file's bytes, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Work some items ahead, in threads, while the results of earlier ones are used."""
+"""Compute the next results in threads while earlier ones are used."""
 
 import threading
 from collections import deque
@@ -16,16 +16,16 @@ Result = TypeVar("Result")
 def prefetch(
     function: Callable[[Item], Result], items: Iterable[Item], *, ahead: int, threads: int = 1
 ) -> Generator[Result]:
-    """`function` of every item, in their order. The first calls begin at once.
+    """`function(item)` for every item, in order. The first calls begin at once.
 
-    Items are drawn in the consumer's thread, when there is room for one more. An error comes out where its
-    result would have. Where the consumer closes the generator, or lets go of it, what has not begun is dropped,
-    and what has is waited for.
+    Items are drawn in the consumer's thread, one for each result that it takes. An exception is raised in place
+    of its result. If the consumer closes or drops the generator, calls that have not begun are canceled, and
+    running ones are waited for.
 
     Args:
-        function: called in another thread, where torch uses one thread.
+        function: called in another thread, in which torch uses one thread.
         items: may be endless.
-        ahead: calls that are begun or waiting beyond the result in use, at least 1.
+        ahead: calls that run or wait beyond the result in use, at least 1.
         threads: calls that run at a time.
     """
     own: set[int] = set()
@@ -44,7 +44,7 @@ def prefetch(
                 first = flying.popleft()
                 flying.extend(islice(coming, 1))
                 yield first.result()
-        finally:  # Python may collect garbage, and close this, in any thread
+        finally:  # garbage collection may close this in one of the pool's own threads, which cannot wait
             pool.shutdown(wait=threading.get_ident() not in own, cancel_futures=True)
 
     begun = yield_results()

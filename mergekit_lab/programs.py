@@ -1,4 +1,4 @@
-"""The programs, runs over tasks and commands on checkpoints: how they start and what they leave on failure."""
+"""Start the two programs, runs over tasks and commands on checkpoints; what they leave where they fail."""
 
 from __future__ import annotations
 
@@ -23,31 +23,32 @@ from mergekit_lab.failure import FILE, remove_failure, write_failure
 
 log = logging.getLogger(__name__)
 _RESULTS = ("records.jsonl", "analysis", "diagnosis.json")
-"""What programs leave in their folders for others to read."""
+"""The results that programs write into their folders."""
 
 
 def load_torch_ahead() -> Thread | None:
-    """Load torch's libraries in the background, a fifth of its import, while a configuration is composed.
+    """Load torch's shared libraries in the background while a configuration is composed.
 
-    They are those that its import begins with, in its order; what cannot be loaded is left to that. So is all
-    where there is an NVIDIA driver: of CUDA's libraries there may be several copies, and torch chooses.
+    This takes a fifth of torch's import, which begins with the same libraries in the same order. Nothing is
+    loaded ahead on a machine with an NVIDIA driver: there may be several copies of CUDA's libraries, and torch
+    chooses among them. Errors are left to the import.
 
     Returns:
-        The thread; None where nothing is loaded ahead.
+        The thread, or None if nothing is loaded ahead.
     """
     left = sys.platform != "linux" or "torch" in sys.modules or Path("/proc/driver/nvidia").exists()
     torch = None if left else find_spec("torch")
     if torch is None or torch.origin is None:
         return None
     folder = Path(torch.origin).parent / "lib"
-    load = ctypes.CDLL(None).dlopen  # called so, it does not hold the interpreter's lock, as an import does
+    load = ctypes.CDLL(None).dlopen  # unlike an import, this call releases the interpreter's lock
     load.restype = ctypes.c_void_p
 
     def load_all() -> None:
         if load(os.fsencode(folder / "libtorch_global_deps.so"), os.RTLD_NOW | os.RTLD_GLOBAL):
             load(os.fsencode(folder / "libtorch_python.so"), os.RTLD_NOW)
 
-    thread = Thread(target=load_all, name="load torch")  # no daemon: an exit amid loading would crash
+    thread = Thread(target=load_all, name="load torch")  # no daemon: exiting while it loads would crash
     thread.start()
     return thread
 
@@ -57,20 +58,20 @@ def start(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: 
 
     Args:
         cfg: the composed configuration; its `command` names a command, and a run has none.
-        folder: where results go that are not in the store.
-        choices: the option taken of each group.
-        overrides: as on the command line; kept beside the error if the program fails.
+        folder: where results outside the store go.
+        choices: the option chosen in each group.
+        overrides: as on the command line; written next to the error if the program fails.
 
     Returns:
         What a run returns to a sweeper.
 
     Raises:
-        InputError: a user's mistake. `failure.json` says so, with two exceptions: results of an earlier run
-            stay as they are, and a folder that nobody named is not created for it.
+        InputError: a user's mistake. It is written to `failure.json`, unless the folder holds results of an
+            earlier run, or would be created only for this file under Hydra's default name.
     """
     with leave_failures(cfg, folder, overrides):
         if cfg.get("command") in COMMANDS:
-            if not any(each.startswith("+") for each in overrides):  # such a key may be what is mistyped
+            if not any(each.startswith("+") for each in overrides):  # a mistyped key may have become +key
                 refuse_unset(cfg)
             with _pause_garbage_collection():
                 command = load_command(cfg.command)
@@ -83,8 +84,8 @@ def start(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: 
 
 @contextmanager
 def _pause_garbage_collection() -> Iterator[None]:
-    """For imports: they leave 180,000 objects that stay, and looking for garbage among them takes a tenth
-    longer."""
+    """Around imports: they make 180,000 objects that stay, and collecting among these takes a tenth of the
+    time."""
     gc.disable()
     yield
     gc.enable()
@@ -92,7 +93,7 @@ def _pause_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def leave_failures(cfg: DictConfig, folder: Path, overrides: list[str]) -> Iterator[None]:
-    """Leave `failure.json` and the configuration where the program fails."""
+    """Write `failure.json` and the configuration into the folder of a program that fails."""
     finished = _holds_results(folder) and not _is_in_sweep()
     try:
         remove_failure(folder)
@@ -103,7 +104,7 @@ def leave_failures(cfg: DictConfig, folder: Path, overrides: list[str]) -> Itera
             log.warning("%s keeps the results of an earlier run", folder)
             raise
         if isinstance(error, InputError) and not (folder / FILE).exists() and _is_unnamed(folder):
-            raise  # before any work, in a folder that nobody would look into
+            raise  # nothing was done yet, and nobody would look into this folder
         with suppress(OSError):  # the disk may be what failed
             write_failure(folder, overrides, f"{type(error).__name__}: {error}")
             (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
@@ -114,7 +115,7 @@ def leave_failures(cfg: DictConfig, folder: Path, overrides: list[str]) -> Itera
 
 
 def _explain_disk_error(error: Exception, folder: Path) -> InputError | None:
-    """What to do where the run's folder has no room or cannot be written. None of other errors."""
+    """What to do if the run's folder is full or cannot be written; None for other errors."""
     from mergekit_lab.store.store import is_full
 
     if is_full(error):
@@ -131,12 +132,12 @@ def _explain_disk_error(error: Exception, folder: Path) -> InputError | None:
 
 
 def _holds_results(folder: Path) -> bool:
-    """Whether an earlier program came to its end here."""
+    """Whether an earlier program finished here."""
     return any((folder / name).exists() for name in _RESULTS) and not (folder / FILE).exists()
 
 
 def _is_unnamed(folder: Path) -> bool:
-    """Whether Hydra made the folder, under the name that it has by default."""
+    """Whether Hydra made the folder, under its default name."""
     if not HydraConfig.initialized() or _is_in_sweep():
         return False
     settings = HydraConfig.get()
@@ -149,5 +150,5 @@ def _is_unnamed(folder: Path) -> bool:
 
 
 def _is_in_sweep() -> bool:
-    """Whether this is a job of a sweep: there what lies in the folder would pass for the job's own."""
+    """Whether this is a job of a sweep. A sweep would take results that lie in the folder for the job's own."""
     return HydraConfig.initialized() and not OmegaConf.is_missing(HydraConfig.get().job, "num")

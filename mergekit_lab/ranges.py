@@ -1,10 +1,11 @@
-"""What settings may be, as their types declare it: a message names the setting, its value and what it may be.
+"""Check settings against the types of the fields or arguments that take them.
 
-A class declares what its fields may be in their types: `Literal["mean", "sum"]`, `Share | None`,
-`Annotated[float, Ge(0)]`. `check_settings` reads these types, and a run's configuration is checked by the same.
+A class declares the valid values of a field in its type: `Literal["mean", "sum"]`, `Share | None`,
+`Annotated[float, Ge(0)]`. `check_settings` reads these types. A run's configuration is checked in the same way.
 
-Types and ranges are pydantic's to check, in its strict JSON mode: a list is a tuple where one is declared, a
-string a path, `1` a float, and nothing else is converted. Its errors are put into our words.
+pydantic checks types and ranges in its strict JSON mode: a list may stand for a tuple, a string for a path and
+`1` for a float, and nothing else is converted. Its errors become messages that name the setting, its value and
+the rule.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 """The largest number of float32, in which most merges are computed."""
 FASTEST = 1e30
-"""The largest learning rate: Adam's first steps divide it by a tenth and less, which float32 must hold."""
+"""The largest learning rate. Adam's first steps divide it by at most 0.1, and float32 must hold that."""
 _LONGEST = 2**63
-"""Whole numbers from here on are none to torch."""
+"""torch takes only whole numbers below this."""
 
 Natural = Annotated[int, Ge(0)]
 Count = Annotated[int, Ge(1)]
@@ -48,18 +49,19 @@ _PLURALS = {float: "numbers", int: "whole numbers", str: "texts", Mapping: "mapp
 _PLAIN = (*_WORDS, bool, str, list, dict, Union, UnionType)
 _BOUNDS = {Ge: "ge", Gt: "gt", Le: "le", Lt: "lt"}
 _OUT_OF_RANGE = {"greater_than_equal", "greater_than", "less_than_equal", "less_than"}
-"""pydantic's errors of numbers."""
+"""pydantic's names of errors about the size of a number."""
 
 
 def check_settings(taker: Callable[..., Any], settings: Mapping[str, object], named: str = "{}") -> None:
-    """Raise `InputError` for the first setting that is not of its declared type, or not in its range.
+    """Raise `InputError` for the first setting that is not of its declared type, or out of its range.
 
-    A class that declares a field again says what it may be; the ranges of its parents hold too.
+    A subclass may declare a field again, with another type. The ranges of its parents still hold.
 
     Args:
-        taker: the class, or the function, whose types count; those of no plain values do not.
+        taker: the class or function whose declared types are read. Types other than those of plain values
+            (numbers, texts, lists, mappings, choices) are skipped.
         settings: by name.
-        named: what messages call one, "training.{}".
+        named: how messages name a setting, such as "training.{}".
     """
     for name, (own, *inherited) in _read_hints(taker).items():
         if name in settings:
@@ -70,9 +72,7 @@ def check_settings(taker: Callable[..., Any], settings: Mapping[str, object], na
 
 @cache
 def _read_hints(taker: Callable[..., Any]) -> Mapping[str, Sequence[Any]]:
-    """What the types of a class and then its parents, or of a function's arguments, say of plain values; others
-    are left out.
-    """
+    """By name the plain types that a class and then its parents declare, or those of a function's arguments."""
     known: dict[str, list[Any]] = {}
     for owner in getattr(taker, "__mro__", (taker,)):
         for name, hint in _read_own_hints(owner):
@@ -82,11 +82,11 @@ def _read_hints(taker: Callable[..., Any]) -> Mapping[str, Sequence[Any]]:
 
 
 def _read_own_hints(owner: Any) -> Iterator[tuple[str, Any]]:
-    """The types that a class or function declares itself, without those that its module cannot name."""
+    """The types that a class or function declares itself, except those that cannot be resolved."""
     for name, hint in get_annotations(owner).items():
         module = sys.modules.get(owner.__module__)
         names = getattr(owner, "__globals__", None) or getattr(module, "__dict__", {})
-        with suppress(NameError, TypeError, AttributeError, SyntaxError):  # a user's own
+        with suppress(NameError, TypeError, AttributeError, SyntaxError):  # of a user's class
             one = SimpleNamespace(__annotations__={name: hint})
             yield name, get_type_hints(one, {**vars(owner)}, names, include_extras=True)[name]
 
@@ -109,12 +109,12 @@ def list_options(hint: Any) -> tuple[Any, ...]:
 
 
 def check_value(value: Any, hint: Any, name: str, *, of_parent: bool = False) -> Any:
-    """Refuse a value that is not of the type, or out of the range, that is declared for it.
+    """Refuse a value that is not of its declared type, or out of its range.
 
     Args:
-        hint: as it is declared, with `Annotated`.
+        hint: the declared type, with `Annotated`.
         name: for messages.
-        of_parent: a class below declares the type anew: only ranges hold.
+        of_parent: a subclass declares another type for the field, so only the range counts.
 
     Returns:
         The value as pydantic reads it.
@@ -144,7 +144,7 @@ def check_value(value: Any, hint: Any, name: str, *, of_parent: bool = False) ->
 
 
 def _to_plain(value: Any) -> Any:
-    """Other mappings and sequences as Python's own, at any depth."""
+    """The value with dicts and lists in place of other mappings and sequences, at any depth."""
     if isinstance(value, Mapping):
         return {key: _to_plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
@@ -168,7 +168,7 @@ def _validate(adapter: TypeAdapter[Any], plain: Any) -> Any:
 
 @cache
 def _make_adapter(hint: Any) -> TypeAdapter[Any] | None:
-    """None for a type that says nothing of plain values."""
+    """pydantic's check of a type; None for a type that pydantic cannot check."""
     from pydantic import ConfigDict, PydanticUserError, TypeAdapter
 
     try:
@@ -178,7 +178,7 @@ def _make_adapter(hint: Any) -> TypeAdapter[Any] | None:
 
 
 def _describe_rule(kinds: set[str], hint: Any, value: Any) -> str:
-    """What the value must be, in our words."""
+    """The end of a message: what the value must be."""
     if kinds & {*_OUT_OF_RANGE, "too_short"}:
         rule = describe_range(_list_bounds(hint)) if kinds & _OUT_OF_RANGE else "a list with something in it"
         return f"; it must be {rule}{', or null' if NoneType in list_options(hint) else ''}"
@@ -192,7 +192,7 @@ def _has_choices(hint: Any) -> bool:
 
 
 def describe_type(hint: Any) -> str:
-    """What a type takes, as messages say it."""
+    """The values that a type takes, for messages."""
     return " or ".join(word for option in list_options(hint) for word in _list_words(option))
 
 
@@ -213,13 +213,13 @@ def _list_words(option: Any) -> list[str]:
 
 
 def _name(hint: Any) -> str:
-    """A type as a user reads it, `list[str]`."""
+    """A type's name without modules, such as `list[str]`."""
     plain = get_type_hints(SimpleNamespace(__annotations__={"it": hint}))["it"]
     return re.sub(r"\w+\.(?=\w)", "", str(plain)) if get_args(plain) else getattr(plain, "__name__", str(plain))
 
 
 def _list_bounds(hint: Any) -> tuple[Any, ...]:
-    """Of the first number with any in a type."""
+    """The bounds of the first number in a type that has any."""
     own = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
     if describe_range(own):
         return own
@@ -227,7 +227,7 @@ def _list_bounds(hint: Any) -> tuple[Any, ...]:
 
 
 def describe_range(bounds: Iterable[Any]) -> str:
-    """Bounds in words, "at least 1"; of a share as an interval, "in (0, 1]"."""
+    """Bounds in words, such as "at least 1"; bounds 0 and 1 as an interval, such as "in (0, 1]"."""
     known = {name: getattr(b, name) for b in bounds if (name := _BOUNDS.get(type(b)))}
     least, most = known.get("ge", known.get("gt")), known.get("le", known.get("lt"))
     if least == 0 and most == 1:
@@ -242,13 +242,13 @@ def describe_range(bounds: Iterable[Any]) -> str:
 
 
 def require(ok: bool, name: str, value: object, rule: str) -> None:
-    """Raise `InputError`: the setting is `value` and must be as `rule` says; unless `ok`."""
+    """Raise `InputError` unless `ok`: the setting is `value`, and it must be `rule`."""
     if not ok:
         raise InputError(f"{name} is {abbreviate(value)}; it must be {rule}")
 
 
 def require_choice(name: str, value: object, choices: Iterable[str]) -> None:
-    """Raise `InputError`, with the nearest choice, unless the setting is one of them."""
+    """Raise `InputError`, with the nearest choice, unless `value` is one of the choices."""
     options = list(choices)
     if value not in options:
         raise InputError(f"{name} is {value!r}{suggest(str(value), options)}")

@@ -1,4 +1,4 @@
-"""Temporary files in a folder of our own, where what killed processes leave is known as theirs."""
+"""One folder for this program's temporary files, so that the leftovers of killed processes can be removed."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from mergekit_lab.owners import has_ended, identify_process
 _OWNER = "owner.json"
 _LAST = -1000
 _LONGEST = 60
-"""Bytes of the folder's path: sockets lie in it, whose names may have about a hundred."""
+"""Bytes of the folder's path at most: sockets lie in it, and their paths may have about a hundred."""
 _FORGOTTEN = 3600.0
-"""Seconds after which a folder without an owner is nobody's: it gets one at once."""
+"""Seconds after which a folder without an owner file is removed. A live process writes that file at once."""
 
 
 def gather_temporary_files() -> None:
     """Put this process's temporary files into one folder, and remove those of processes that were killed.
 
-    The folder goes when this process ends. Where none can be made, temporary files go where they always did.
+    The folder is removed when this process ends. If it cannot be made, temporary files go to the usual place.
     """
     above = Path(tempfile.gettempdir(), f"mergekit_lab-{os.getuid()}")
     if len(os.fsencode(above)) > _LONGEST:
@@ -42,7 +42,7 @@ def gather_temporary_files() -> None:
         (mine / _OWNER).write_text(json.dumps(identify_process()))
     except OSError:
         return
-    # after what multiprocessing does at its end, which removes its own files there
+    # the lowest priority, because multiprocessing still removes files of its own there at exit
     Finalize(None, shutil.rmtree, (mine,), {"ignore_errors": True}, exitpriority=_LAST)
     tempfile.tempdir = str(mine)
 

@@ -1,4 +1,4 @@
-"""Kernels in Triton, where Triton, a compiler and the GPU go together."""
+"""Load modules of Triton kernels, if Triton, a compiler and the GPU work together."""
 
 import logging
 from functools import cache
@@ -12,16 +12,16 @@ log = logging.getLogger(__name__)
 
 @cache
 def load_kernels(module: str, without: str) -> Any:
-    """A module of kernels whose `probe` comes out on this GPU; else None, and a warning.
+    """A module of kernels, if its `probe` succeeds on this GPU; else None, with a warning.
 
     Args:
         module: its full name; importing it needs Triton.
-        without: what is done without it, and how.
+        without: how the warning begins: what does the work instead.
     """
     try:
         kernels = import_module(module)
         kernels.probe()
-    except Exception as error:  # Triton is not there, or has no compiler, or does not know this GPU
+    except Exception as error:  # no Triton, no compiler, or a GPU that Triton does not support
         log.warning("%s, which takes longer (%s: %s)", without, type(error).__name__, say_error(error))
         return None
     return kernels

@@ -1,9 +1,9 @@
 """Processes that work on this machine's devices: many jobs over a pool, or one job together.
 
-A process a device, because of the interpreter's lock and because a CUDA context belongs to a process. A worker
-sees only its device (`CUDA_VISIBLE_DEVICES`), runs many jobs, and ends with its parent. On Linux workers are
-forked from one process, a server that `multiprocessing` keeps for this, because importing Lightning and its kin
-takes seconds, and several processes at once take longer for it.
+Every device has its own process, because of the interpreter's lock and because a CUDA context belongs to a
+process. A worker sees only its device (`CUDA_VISIBLE_DEVICES`), runs many jobs, and ends with its parent. On
+Linux, workers are forked from `multiprocessing`'s fork server, which has imported Lightning and the like once:
+that takes seconds, and longer if several processes do it at the same time.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from mergekit_lab.console import outlive_console
 from mergekit_lab.errors import InputError
 from mergekit_lab.machine import count_cores
 
-_FORKED = sys.platform == "linux"  # elsewhere libraries that a process has loaded do not stand a fork
+_FORKED = sys.platform == "linux"  # elsewhere, loaded libraries do not survive a fork
 _PROCESSES: Any = multiprocessing.get_context("forkserver" if _FORKED else "spawn")
 _PATIENCE = 8.0
-"""Seconds that a worker which is told to stop has for its checkpoint."""
+"""Seconds that a worker has to write its checkpoint when it is told to stop."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Outcome:
         value: what its function returned.
         error: None, or what went wrong, to be shown.
         mistake: the error is a user's mistake (`InputError`).
-        seconds: the job's time, or until it failed.
+        seconds: how long it ran.
         device: where it ran last.
     """
 
@@ -59,10 +59,10 @@ class Outcome:
 
 
 class Pool:
-    """One worker a device; each takes the next job when it is free.
+    """One worker for each device. A free worker takes the next job.
 
-    A job that raises becomes a failed outcome, and the others run. A worker that dies (killed, out of memory, a
-    crash in a library) is replaced, and its job is tried once more.
+    If a job raises, its outcome has the error, and the other jobs still run. A worker that dies (killed, out of
+    memory, a crash in a library) is replaced, and its job is tried once more.
 
     Args:
         devices: as torch names them; one may be named more than once ("cpu", "cpu").
@@ -73,16 +73,16 @@ class Pool:
             raise InputError("a pool needs at least one device")
         self.devices = list(devices)
         self._workers: list[_Worker | None] = [None] * len(devices)
-        atexit.register(self.close)  # before Python waits for processes that wait for it
+        atexit.register(self.close)  # else Python would wait at exit for workers that wait for jobs
 
     def run(
         self, function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]]
     ) -> Iterator[tuple[int, Outcome]]:
-        """The number of every job and the outcome of `function(*job)`, as soon as it is over.
+        """The number of each job and the outcome of `function(*job)`, as jobs finish.
 
         Args:
-            function: importable by its name, as workers are fresh processes.
-            jobs: arguments, which must pickle; started in this order, and asked for when it is their turn.
+            function: importable by its name, because workers are other processes.
+            jobs: arguments, which must pickle. Jobs start in this order.
         """
         waiting, tries, left = deque(range(len(jobs))), [0] * len(jobs), len(jobs)
         while left:
@@ -111,23 +111,23 @@ class Pool:
         return worker
 
     def dismiss(self) -> None:
-        """Let idle workers end; none is waited for."""
+        """Let idle workers end, without waiting for them."""
         for worker in self._workers:
             if worker is not None and worker.job is None:
                 worker.channel.close()
 
     def close(self) -> None:
-        """End all workers. Their jobs are asked to stop, and killed after 8 s."""
+        """End all workers. Running jobs get SIGTERM, and SIGKILL after 8 s."""
         _end([worker for worker in self._workers if worker is not None])
         self._workers = [None] * len(self.devices)
         atexit.unregister(self.close)
 
 
 class _Worker:
-    """A process that does what is sent through its channel, and knows this environment beside ours.
+    """A process that runs the functions sent through its channel, in this process's environment with additions.
 
     Attributes:
-        job: the number of the one that it works at.
+        job: the number of the job that it works on; None if it is idle.
     """
 
     def __init__(self, device: str, environment: Mapping[str, str], sharers: int) -> None:
@@ -140,7 +140,7 @@ class _Worker:
         theirs.close()
 
     def receive(self) -> Outcome | str:
-        """What became of what was sent; or of the process, if it died."""
+        """The outcome of the job; if the process died, how it died."""
         try:
             answer: tuple[Any, str | None, bool, float] = self.channel.recv()
             return Outcome(*answer, self.device)
@@ -151,7 +151,7 @@ class _Worker:
 
 
 def _wait_for(workers: Sequence[_Worker]) -> list[_Worker]:
-    """Those of busy workers that have an answer, or died."""
+    """Wait until some of these busy workers have an answer, or died; return those."""
     ready = wait([worker.channel for worker in workers])
     return [worker for worker in workers if worker.channel in ready]
 
@@ -163,7 +163,7 @@ def _end(workers: Sequence[_Worker]) -> None:
 
 
 def raise_on_sigterm() -> None:
-    """Make SIGTERM end this process as Ctrl-C does, so that locks are released."""
+    """Treat SIGTERM as Ctrl-C, so that locks are released."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
@@ -172,31 +172,31 @@ def raise_on_sigterm() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, after what asked to be done at its end.
+    """Run the exit handlers, then end this process at once.
 
-    Python would first take apart all that torch and its like have made: over a second, and many on a busy
-    machine, of the ten that a run has which is told to stop.
+    A normal exit would first destroy every object of torch and other libraries. That takes over a second, and
+    on a busy machine much of the ten seconds in which a run that is told to stop must end.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    logging.disable(logging.INFO)  # what libraries count, they tell at the end
+    logging.disable(logging.INFO)  # some libraries log statistics in their exit handlers
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody may read it any more
+        with suppress(OSError, ValueError):  # the reader may be gone
             stream.flush()
     os._exit(code)
 
 
 def import_ahead(modules: Sequence[str]) -> None:
-    """Import in the background what workers will need, once for all of them.
+    """Let the fork server import what workers need, in the background and once for all of them.
 
-    Workers are forked from a process that has imported these modules, has no threads at work and has never
-    touched a GPU. To be called before the first worker is started; without it, each imports for itself.
+    The server runs no threads and never touches a GPU. Call this before the first worker starts. Without it,
+    every worker imports for itself.
     """
     if _FORKED:
         multiprocessing.set_forkserver_preload(list(modules))
-        multiprocessing.resource_tracker.ensure_running()  # which lets signals through again
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # Ctrl-C is this process's to answer
+        multiprocessing.resource_tracker.ensure_running()  # first, because it unblocks signals
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # only this process answers Ctrl-C
         try:
             multiprocessing.forkserver.ensure_running()
         finally:
@@ -206,8 +206,8 @@ def import_ahead(modules: Sequence[str]) -> None:
 def _serve(
     channel: Connection, environment: Mapping[str, str], temporary: str, threads: int | None
 ) -> NoReturn:
-    """Do what the channel asks for, until it is closed."""
-    os.environ.clear()  # a fork has the environment of the process that it was forked from
+    """Run what arrives through the channel, until it is closed."""
+    os.environ.clear()  # the fork has the fork server's environment
     os.environ.update(environment)
     tempfile.tempdir = temporary
     outlive_console()
@@ -245,10 +245,10 @@ def _answer(channel: Connection) -> int:
 
 
 def run_together(function: Callable[..., Any], arguments: tuple[Any, ...], devices: Sequence[str]) -> Any:
-    """What rank 0 returns of `function(*arguments)`, run by one process a device that can talk to each other.
+    """Run `function(*arguments)` in one process for each device, as ranks of one group; return rank 0's result.
 
-    Processes find `MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE`, `RANK` and `LOCAL_RANK` set. If one fails, the
-    others are ended: they would wait for it for ever.
+    `MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE`, `RANK` and `LOCAL_RANK` are set for them. If one process fails,
+    the others are ended, because they would wait for it forever.
 
     Raises:
         InputError: a rank's user mistake.
@@ -277,14 +277,14 @@ def run_together(function: Callable[..., Any], arguments: tuple[Any, ...], devic
         for worker in workers:
             worker.channel.close()
         for worker in workers:
-            worker.process.join(_PATIENCE)  # it ends by itself, for its channel is closed
+            worker.process.join(_PATIENCE)  # a closed channel ends it
         return values[0]
     finally:
         _end(workers)
 
 
 def stop(processes: Sequence[Any]) -> None:
-    """End processes by SIGTERM, all at once, and by SIGKILL those that have not ended within their 8 s."""
+    """Send SIGTERM to all processes, and SIGKILL to those that are still alive after 8 s."""
     for process in processes:
         if process.is_alive():
             process.terminate()
@@ -297,7 +297,7 @@ def stop(processes: Sequence[Any]) -> None:
 
 
 def _end_with_parent() -> None:
-    """A worker whose parent was killed has nobody to work for; what it was making can be resumed."""
+    """End this worker if its parent is killed. Another run can resume what it was making."""
 
     def watch() -> None:
         parent = multiprocessing.parent_process()
@@ -309,7 +309,7 @@ def _end_with_parent() -> None:
 
 
 def _limit_devices(devices: Sequence[str]) -> dict[str, str]:
-    """The environment in which these are the only CUDA devices, in this order."""
+    """The environment variable that leaves only these CUDA devices visible, in this order."""
     indices = [int(d.partition(":")[2] or 0) for d in devices if d.startswith("cuda")]
     if not indices:
         return {}
@@ -319,7 +319,7 @@ def _limit_devices(devices: Sequence[str]) -> dict[str, str]:
 
 
 def _count_threads(sharers: int) -> int | None:
-    """Cores divided among processes, unless the user has said how many threads there are."""
+    """Threads for each of several processes: an equal share of the cores. None leaves torch's own choice."""
     if sharers < 2 or "OMP_NUM_THREADS" in os.environ:
         return None
     return max(1, count_cores() // sharers)

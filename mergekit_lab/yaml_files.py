@@ -1,4 +1,4 @@
-"""YAML from elsewhere, looked at before it is made into values: a few lines can fill the memory."""
+"""Read YAML that others wrote. Its size is checked first: a few lines of aliases can fill the memory."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ import yaml
 from mergekit_lab.errors import InputError, say_error
 
 _LARGEST = 1 << 20
-"""Bytes of a file; ours have a few thousand, and YAML takes seconds for a megabyte."""
+"""Bytes of a file at most. Our own have a few thousand, and parsing a megabyte takes seconds."""
 _MOST_NODES = 20_000
-"""Of a file once its aliases are written out. Our largest configuration has some hundred, and OmegaConf takes
-seconds for as many as this."""
+"""Values of a file at most, with aliases expanded. Our largest configuration has some hundred, and OmegaConf
+takes seconds for this many."""
 _DEEPEST = 64
-"""Levels of a file; our configurations have fewer than ten."""
+"""Levels of nesting at most. Our configurations have fewer than ten."""
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""For what is only looked at: libyaml's, if it is there, takes a tenth of the time."""
+"""Measures files. libyaml's takes a tenth of the time, where it is installed."""
 UNMADE = (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
-"""What PyYAML raises of text that it cannot make into values: `2001-13-45` and `!!bool 7` get past its own."""
+"""What PyYAML raises for text without values. For `2001-13-45` and `!!bool 7` that is no error of its own."""
 
 
 def read_yaml_text(file: Path) -> str:
-    """The text of a YAML file whose values can be made; whether it is YAML is for its reader to say.
+    """The text of a YAML file that is small enough to be parsed. Its syntax is not checked.
 
     Raises:
-        InputError: it is no file or no text in UTF-8, is larger than a megabyte or nested deeper than any
-            configuration, contains itself, or has more than 20,000 values once its aliases are written out, as
-            OmegaConf and messages do.
+        InputError: it is no file or not UTF-8, is larger than a megabyte or nested deeper than any
+            configuration, contains itself, or has more than 20,000 values with its aliases expanded.
         OSError: it cannot be read.
     """
-    if file.exists() and not file.is_file():  # reading a pipe may never end
+    if file.exists() and not file.is_file():  # reading a pipe may block forever
         raise InputError(f"{file} is a folder, a pipe or a device, not a file")
     if file.stat().st_size > _LARGEST:
         raise InputError(f"{file} has more than a megabyte, too much for a configuration")
@@ -45,7 +44,7 @@ def read_yaml_text(file: Path) -> str:
 
 
 def make_values(text: str, who: str) -> list[Any]:
-    """What the documents of a YAML text hold, without those that are empty.
+    """The values of a YAML text's documents, without empty documents.
 
     Args:
         who: what messages call the text.
@@ -81,19 +80,21 @@ def _check_size(text: str, who: str) -> None:
 
 
 def _measure(text: str, loader: Any = _LOADER) -> tuple[int, float]:
-    """How many lists and mappings of a YAML text lie in each other, and how many values it has with its aliases
-    written out; up to where it cannot be read, or is too much."""
+    """The depth of nesting of a YAML text, and its number of values with aliases expanded.
+
+    Counting stops at a syntax error, or beyond the limits.
+    """
     deepest, nodes = 0, 0.0
     sizes: dict[str | None, float] = {}
     around: list[tuple[str | None, float]] = []
-    """Of each list or mapping that the text is in: its anchor, and the values before it."""
+    """The lists and mappings that are open: the anchor of each, and the number of values before it."""
     try:
         for event in yaml.parse(text, loader):
             if isinstance(event, yaml.AliasEvent):
                 nodes += sizes.get(event.anchor, 1)
             elif isinstance(event, yaml.CollectionStartEvent):
                 around.append((event.anchor, nodes))
-                sizes[event.anchor] = math.inf  # met again below itself
+                sizes[event.anchor] = math.inf  # for an alias within itself
                 nodes += 1
             elif isinstance(event, yaml.ScalarEvent):
                 sizes[event.anchor] = 1

@@ -8,7 +8,7 @@ between hosts decide nothing; at once, when the holder was a process of this hos
 deletes the mark by its name, which can be no later holder's.
 
 `filelock.SoftFileLease` is not used. It takes over by an exchange of two names, which NFS has not, so that a
-lock whose holder died stays there for ever; and so does one that a kill or a power cut left empty.
+lock whose holder died stays there forever; and so does one that a kill or a power cut left empty.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class FolderLock:
         """Remove leftovers of killed processes next to this lock, which must be held.
 
         A lock that nobody asks for again (the kill came after its artifact was published), or one that was on
-        its way to its name: each is a folder that would stay for ever.
+        its way to its name: each is a folder that would stay forever.
         """
         with suppress(OSError):
             now = self._mark.stat().st_mtime
