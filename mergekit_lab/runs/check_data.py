@@ -1,4 +1,4 @@
-"""Stage check_data: the run's data sets against what was published, image by image."""
+"""Stage check_data: compare the run's data sets, image by image, with what was published."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ FILE = "data_check.json"
 
 
 def run_check_data(cfg: DictConfig, folder: Path) -> None:
-    """Decode every image of every task; print what there is, and write it to `data_check.json`.
+    """Decode every image of every task. Print a summary, and write it to `data_check.json`.
 
     Raises:
-        InputError: images that cannot be decoded, or labels that cannot be those of the class names; after all
-            tasks were looked at.
+        InputError: images cannot be decoded, or labels do not fit the class names. Raised after all tasks are
+            checked.
     """
     if cfg.dry_run:
         log.info("check_data would decode every image of %s", ", ".join(cfg.suite.tasks))
@@ -48,7 +48,7 @@ def run_check_data(cfg: DictConfig, folder: Path) -> None:
 
 
 def describe(check: DataCheck) -> Sequence[str]:
-    """Lines for a reader."""
+    """The lines that are printed."""
     lines = [f"{check.task}: {check.class_names} classes"]
     for part, c in check.parts.items():
         against = "" if c.published is None else f" (published: {c.published})"

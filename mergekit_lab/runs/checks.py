@@ -1,4 +1,4 @@
-"""What a `Run`'s settings must agree on before it begins. All of these raise `InputError`."""
+"""Check a `Run`'s settings against each other before it begins. All functions raise `InputError`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LACK = "lm-evaluation-harness's tasks score models, and have no part to learn o
 
 
 def check_tasks(run: Any) -> None:
-    """The tasks are such as the run's settings name, its backbone learns, and its stages read."""
+    """Check that the backbone can learn the tasks, the stages can use them, and settings name none but them."""
     if not run.tasks:
         raise InputError("the suite has no tasks")
     _check_scoring(run)
@@ -30,10 +30,10 @@ def check_tasks(run: Any) -> None:
 
 
 def _check_names(run: Any) -> None:
-    """Options of single tasks name tasks of the run.
+    """Check that settings for single tasks name tasks of the run.
 
-    `training.epochs_of` may also name tasks that the run leaves out, as a suite's recipe does for a part of it.
-    A name that is near a task without epochs of its own is a slip.
+    `training.epochs_of` may name other tasks too, because a suite's recipe lists all of its tasks and a run may
+    use some. But a name that is similar to a task without epochs is taken for a typing error.
     """
     tasks, epochs_of = list(run.tasks), run.training.epochs_of or {}
     without = [task for task in tasks if task not in epochs_of]
@@ -45,7 +45,7 @@ def _check_names(run: Any) -> None:
 
 
 def _check_shares(run: Any) -> None:
-    """Processes that train together wait for each other at every micro-batch: they need equally many."""
+    """Check that processes that train together get equally many micro-batches: they wait for each other."""
     strategy, processes, accumulate = run.trainer.strategy, run.processes, run.training.accumulate
     if strategy == "auto":
         return
@@ -65,7 +65,7 @@ def _check_shares(run: Any) -> None:
 
 
 def _check_scoring(run: Any) -> None:
-    """What only scores teaches nothing: lm-evaluation-harness's tasks, and a run of `models`."""
+    """Check that nothing is learned from tasks that only score, or in a run of `models`."""
     cfg = run.cfg
     if (cfg.models is not None or run.has_harness) and "analyze" in list_stages(cfg):
         raise InputError(
@@ -89,7 +89,7 @@ def _check_scoring(run: Any) -> None:
 
 
 def check_units(run: Any) -> None:
-    """Mergers want no more than the run's tasks have, and `only` names what is there."""
+    """Check that the tasks have what the mergers need, and that `only` names units of the run."""
     for label, merger in run.mergers.items():
         if merger.searched and not run.learned:
             raise InputError(

@@ -1,4 +1,4 @@
-"""A run's experts merged in memory, and what decides the result."""
+"""Merge a run's experts in memory, and describe what decides the result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def describe_merge(run: Run, merger: Merger, method: Mapping[str, Any] | None = 
     """What decides a merge of the run's experts.
 
     Args:
-        method: the method's configuration, where it is not the merger's own.
+        method: the method's configuration, if it is not the merger's own.
     """
     experts = {task: declare_expert(run, task).key for task in run.experts}
     content = {
@@ -57,8 +57,8 @@ def merge_experts(
     """The state dict that a method makes of the run's experts, or of those of some tasks.
 
     Args:
-        stays: whether the inputs may stay on the run's device for the next merge, see `move_models`; the result
-            is then there, too.
+        stays: let the inputs stay on the run's device for the next merge, see `move_models`. The result is then
+            on that device too.
     """
     names = list(run.experts if tasks is None else tasks)
     experts: dict[str, Any] = {task: run.need(declare_expert(run, task)).find_file(MODEL) for task in names}
@@ -86,10 +86,13 @@ _READERS = 8
 
 
 def move_models(run: Run, files: Sequence[Path]) -> tuple[State, dict[Path, State]] | None:
-    """The base, and these files of artifacts by their paths, on the run's device for this merge and later ones.
+    """Read the base and these files onto the run's device, and keep them there for later merges.
 
-    They stay in `run.moved`. None where merges read their inputs from files each time: on a CPU, on several
-    devices, or where they take too much of the device's memory.
+    They are kept in `run.moved`. What only earlier merges read is dropped if there is no room for it.
+
+    Returns:
+        The base, and the files' tensors by path. None if merges should read their inputs from files: on a CPU,
+        with several devices, or if the inputs take too much of the device's memory.
     """
     moved, keys = run.moved, {file: (file, read_version(file)) for file in files}
     wanted: set[HeldKey] = {None, *keys.values()}
@@ -99,7 +102,7 @@ def move_models(run: Run, files: Sequence[Path]) -> tuple[State, dict[Path, Stat
     sizes |= {key: key[0].stat().st_size if key else _measure(run.base_state) for key in missing}
     if sum(sizes[key] for key in wanted) > room:
         return None
-    if sum(sizes.values()) > room:  # what earlier merges read makes way
+    if sum(sizes.values()) > room:
         for key in moved.keys() - wanted:
             del moved[key]
 

@@ -1,4 +1,4 @@
-"""One comparison over existing runs, only from their folders."""
+"""Compare existing runs, reading only their folders."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ log = logging.getLogger(__name__)
 
 
 def check_slice(cfg: DictConfig) -> None:
-    """Refuse a `table` and a `metric` that the report could not draw, before torch is loaded.
+    """Refuse a `table` or `metric` that the report could not draw, before torch is loaded.
 
     Raises:
-        InputError: unknown names, or mergers that are no dimension though one run has many.
+        InputError: a name is unknown; or the table neither has `merger` as a dimension nor fixes one merger.
     """
     if not isinstance(cfg.table, str | None) or not isinstance(cfg.metric, str):
-        return  # the schema says what they are
+        return  # the schema refuses these
     names, fixed = parse_table(cfg.table or "merger×task", cfg.metric)
     if cfg.table and cfg.runs is None and "merger" not in (*names, *fixed):
         raise InputError(
@@ -41,7 +41,7 @@ def check_slice(cfg: DictConfig) -> None:
 
 
 def draw_cross_table(cfg: DictConfig, folder: Path, records: list[Record]) -> None:
-    """The two dimensions against each other that `table` asks for."""
+    """Write and print the table of two dimensions that `table` asks for."""
     if cfg.table:
         print_table(write_cross_table(folder, records, cfg.table, cfg.metric))
 
@@ -50,7 +50,7 @@ def list_runs(cfg: DictConfig) -> list[Path]:
     """The folders that `runs` names.
 
     Raises:
-        InputError: a folder that is not there, or one that holds no run.
+        InputError: a folder does not exist, or holds no run.
     """
     patterns = [cfg.runs] if isinstance(cfg.runs, str | int) else list(cfg.runs)
     return [folder for pattern in patterns for folder in _find_runs(str(pattern))]
@@ -59,13 +59,13 @@ def list_runs(cfg: DictConfig) -> list[Path]:
 def report_runs(
     cfg: DictConfig, folders: Sequence[Path], out: Path, arguments: Sequence[str] = (), *, sweep: bool = False
 ) -> None:
-    """Write one comparison over runs that are there, only from their folders; print its table, and the `table`.
+    """Write a comparison of existing runs, and print its table and the one of `table`.
 
     Args:
-        folders: of the runs; those of analyses alone have no table.
-        out: where the comparison goes.
+        folders: of the runs. Runs that only analyze have no rows.
+        out: the folder of the comparison.
         arguments: overrides, as on the command line.
-        sweep: the runs are a sweep's jobs, whose failures have been told of.
+        sweep: the runs are jobs of a sweep, which has already reported their failures.
 
     Raises:
         InputError: none of the runs has a result.
@@ -83,7 +83,7 @@ def report_runs(
 
 
 def _find_runs(pattern: str) -> list[Path]:
-    """The folders of runs that a path or a glob names; of a sweep, its jobs."""
+    """The folders of the runs that a path or a glob names. A sweep's folder stands for its jobs."""
     path = Path(pattern).expanduser()
     paths = [path] if path.is_dir() else sorted(map(Path, glob(str(path))))
     folders = [path for path in paths if path.is_dir()]
@@ -96,7 +96,7 @@ def _find_runs(pattern: str) -> list[Path]:
 
 
 def _find_jobs(folder: Path) -> list[Path]:
-    """A sweep's jobs are numbered; those too that died before they could leave word."""
+    """The numbered folders of a sweep's jobs, including jobs that died before they wrote a file."""
     numbered = [inside for inside in folder.iterdir() if inside.name.isdigit()]
     jobs = [inside for inside in numbered if _is_run(inside) or (inside / ".hydra").is_dir()]
     return sorted(jobs, key=lambda job: int(job.name))

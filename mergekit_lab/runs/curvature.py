@@ -1,4 +1,4 @@
-"""Stage curvature: Fishers and Grams of experts.
+"""Stage curvature: make the experts' Fishers and Grams, and the side inputs that belong to one merge.
 
 Artifacts declared here: `fishers`, `grams`.
 """
@@ -59,19 +59,19 @@ def _describe_curvature(run: Run, kind: str) -> dict[str, Any]:
 
 
 def list_kinds(method: Method) -> list[str]:
-    """The side inputs of single experts that a method reads, except those that are made during a merge."""
+    """The kinds of side inputs that a method reads of single experts, without those made during a merge."""
     return [kind for kind in method.side_inputs if kind not in (CHAINED, MASK)]
 
 
 def list_curvature_nodes(run: Run) -> list[Node]:
-    """What the stage makes: what the run's mergers read, and what `curvature.kind` asks for."""
+    """What the stage makes: the side inputs that the run's mergers read, and those of `curvature.kind`."""
     kinds = [kind for merger in run.mergers.values() for kind in list_kinds(merger.method)]
     kinds += filter(None, [run.cfg.curvature.kind])
     return [declare_side_input(run, kind, task) for kind in dict.fromkeys(kinds) for task in run.experts]
 
 
 def stage_curvature(run: Run) -> None:
-    """Make what side inputs the run's mergers read, of every expert."""
+    """Make the side inputs of every expert that the run's mergers read."""
     nodes = list_curvature_nodes(run)
     if not nodes:
         log.info("curvature: no merger of this run needs any")
@@ -95,10 +95,10 @@ def _count_samples(run: Run, task: str) -> int:
 
 
 def _compute(run: Run, kind: str, task: str, whole: nn.Module, count: int) -> dict[str, Tensor]:
-    """A Fisher or Grams of the first `count` samples; where memory is too small, anew with smaller chunks.
+    """A Fisher or Grams of the first `count` samples. If memory runs out, the chunks are halved.
 
     Raises:
-        InputError: one sample at a time is too much.
+        InputError: one sample at a time does not fit.
     """
     causal = run.make_objective(task).causal
     by_moment = kind == "fisher" and run.curvature.estimate == "first_moment"
@@ -124,7 +124,7 @@ def _compute(run: Run, kind: str, task: str, whole: nn.Module, count: int) -> di
 
 
 def describe_own_inputs(run: Run, method: Method) -> dict[str, Any]:
-    """What decides the side inputs that are made during a merge, besides experts and method."""
+    """What decides the side inputs that are made during a merge, besides the experts and the method."""
     kinds = {CHAINED: "gram", MASK: "mask"}
     return {
         kind: {"curvature": _describe_curvature(run, kinds[kind]), "seed": run.seed}
@@ -134,7 +134,7 @@ def describe_own_inputs(run: Run, method: Method) -> dict[str, Any]:
 
 
 def make_own_sides(run: Run, method: Method, experts: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
-    """The side inputs of a merge of these experts of the run that are made in it, by kind and task."""
+    """Make the side inputs that belong to this merge of these experts, by kind and task."""
     if isinstance(method, RegMeanPlusPlus):
         return {CHAINED: _chain_grams(run, method, experts)}
     if isinstance(method, LocalizeStitch) and method.learn is not None:
@@ -143,7 +143,7 @@ def make_own_sides(run: Run, method: Method, experts: Mapping[str, Path]) -> dic
 
 
 def _train_mask(run: Run, how: Localization, task: str, expert: Path) -> dict[str, Tensor]:
-    """Which entries of an expert its task needs, by the samples that a Fisher reads, in training's batches."""
+    """Which entries of an expert its task needs, learned on a Fisher's samples in training's batches."""
     objective = run.make_objective(task)
     whole = objective.with_head(run.model)
     inside, count = find_prefix(whole, run.model), _count_samples(run, task)
@@ -192,7 +192,7 @@ def find_prefix(whole: nn.Module, model: nn.Module) -> str:
 def list_batches(run: Run, kind: str, task: str, count: int, size: int) -> Iterator[Batch]:
     """The first `count` training samples of the run's shuffle, on its device.
 
-    For Grams, in which every row of a batch counts, texts come one by one: then none is padded.
+    For Grams, texts come one by one, so that none is padded: every row of a batch counts in a Gram.
     """
     objective = run.make_objective(task)
     order = torch.randperm(run.tasks[task].count("train"), generator=torch.Generator().manual_seed(run.seed))
@@ -204,13 +204,13 @@ def list_batches(run: Run, kind: str, task: str, count: int, size: int) -> Itera
 
 
 def _map_to_base(model: nn.Module) -> dict[str, str]:
-    """Of every parameter of a model the name that the base has for it."""
+    """The base's name of each of a model's parameters."""
     names = {parameter: name for name, parameter in model.state_dict(keep_vars=True).items()}
     return {own: names[parameter] for own, parameter in model.named_parameters()}
 
 
 def _fill_all_tensors(run: Run, fisher: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A Fisher under the names of the base, zero where nothing was trained."""
+    """A Fisher under the base's names, with zeros for tensors that were not trained."""
     named = {name: fisher[own] for own, name in _map_to_base(run.model).items() if own in fisher}
     still = {
         n: torch.zeros_like(t) for n, t in run.base_state.items() if t.is_floating_point() and n not in named

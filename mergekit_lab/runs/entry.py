@@ -25,25 +25,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _JOB_OF_STAGE = {"report": "evaluate"}
-"""Stages that a tracker shows in the run of another stage."""
+"""Stages that a tracker shows as part of another stage's run."""
 _CHOICES = ("experiment", "backbone", "suite", "finetuning", "optimizer", "training", "search", "merger")
 _NOT_IDENTIFYING = {
     "run_dir", "device", "trainer", "store", "logger", "progress", "only", "dry_run", "stage", "runs",
     "shipped", "table", "metric", "data_root", "sources", "fetch_to", "images_limit_gb",
     "evaluation_batch_size", "evaluation_compile",
 }  # fmt: skip
-"""Settings that may change when a cut run goes on in the same tracker run."""
+"""Settings that may change when an interrupted run continues: its tracker run stays the same."""
 
 
 def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: list[str]) -> float | None:
-    """Run the stages that the configuration names; arguments are as `programs.start` takes them.
+    """Run the stages that the configuration names; `programs.start` describes the arguments.
+
+    While the run works, `failure.json` is in its folder: if it is killed, results of an earlier run there are
+    not taken for its own.
 
     Returns:
-        What the configuration asks for as `objective`; None where it asks for nothing, or plans.
+        The value of the configuration's `objective`; None if it has none, or in a dry run.
 
     Raises:
-        InputError: a user's mistake. `failure.json` is in the folder as long as the run works, so that one that
-            is killed does not pass for the earlier one of its folder.
+        InputError: a user's mistake.
     """
     wanted = check_stages(cfg)
     if "store" in wanted:
@@ -82,7 +84,7 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
 
 
 def _run_stages(run: Run, wanted: list[str]) -> float | None:
-    """Run the stages, and measure what the configuration asks for as `objective`."""
+    """Run the stages, and measure the configuration's `objective`."""
     from mergekit_lab.compiled import end_compilers
     from mergekit_lab.runs.evaluate import load_harness_tasks, measure_outcome
 
@@ -113,7 +115,7 @@ def _run_stages(run: Run, wanted: list[str]) -> float | None:
 
 
 def _draw_pictures(run: Run) -> None:
-    """Draw the pictures of all rendered tasks at once: their fingerprints name what is made."""
+    """Draw the pictures of all rendered tasks, in several threads: a fingerprint needs the pictures."""
     from mergekit_lab.prefetch import prefetch
     from mergekit_lab.tasks import ImageTask
 
@@ -129,10 +131,10 @@ def make_run(
     overrides: Sequence[str],
     shared: dict[str, Any] | None = None,
 ) -> Run:
-    """A run of a composed configuration, if that can be had and is right; `Run` says what the arguments are.
+    """Make a run of a composed configuration; `Run` describes the arguments.
 
     Raises:
-        InputError: it is not.
+        InputError: the configuration is wrong, or data, weights or experts are missing and cannot be fetched.
     """
     from mergekit_lab.runs.fetch import refuse_missing
     from mergekit_lab.runs.run import Run
@@ -147,7 +149,7 @@ def make_run(
 
 @contextmanager
 def _explain_memory(stage: str) -> Iterator[None]:
-    """Say what to set where a device's memory was too small for what does not shrink by itself."""
+    """Explain an out-of-memory error of work that cannot shrink itself: say which settings to lower."""
     import torch
 
     try:
@@ -161,7 +163,7 @@ def _explain_memory(stage: str) -> Iterator[None]:
 
 @contextmanager
 def _track(run: Run, job: str) -> Iterator[None]:
-    """Trackers see a run of their own for every kind of work, in one group an experiment."""
+    """Start a tracker run for one kind of work, and finish it. All of an experiment are in one group."""
     from mergekit_lab.reporting import Start
 
     deciding = {name: value for name, value in run.plain.items() if name not in _NOT_IDENTIFYING}

@@ -1,7 +1,7 @@
 """Stage evaluate: every model of the run on the test part of every task.
 
-No choice is made by labels of the test part: scores on it are made here and nowhere else. What a sweeper
-chooses runs by is measured on validation.
+Labels of test parts choose nothing: they are scored only here. What a sweeper chooses runs by is measured on
+validation (`measure_outcome`).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def list_evaluation_nodes(run: Run) -> list[Node]:
 
 
 def load_harness_tasks(run: Run) -> None:
-    """Load what lm-evaluation-harness is to ask: what cannot be had is told of before hours go into models.
+    """Load lm-evaluation-harness's tasks before hours of training, to find out early what is missing.
 
     Raises:
-        InputError: it cannot be had.
+        InputError: a task cannot be loaded.
     """
     for name, task in run.tasks.items():
         if isinstance(task, HarnessTask) and run.is_mine(name):
@@ -62,15 +62,14 @@ def stage_evaluate(run: Run) -> None:
 
 
 def measure_outcome(run: Run) -> float:
-    """How good the run's best merged model is on validation, as the run's `objective` says.
-
-    Like every choice, that between runs is not made on test parts.
+    """The score on validation of the run's best merged model, by which a sweeper chooses between runs.
 
     Returns:
-        The mean over tasks of the task's metric ("value"), or of its share of the expert's ("normalized").
+        The mean over tasks of the task's metric (`objective=value`), or of the metric divided by the expert's
+        (`objective=normalized`).
 
     Raises:
-        InputError: a model is not made, or an expert that is to be divided by has the value 0.
+        InputError: a model is not made, or an expert's value is 0 and cannot be divided by.
     """
 
     def measure_value(model: Model, task: str) -> float:

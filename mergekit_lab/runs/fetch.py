@@ -1,6 +1,6 @@
-"""What a run needs from elsewhere: refused before any work if it cannot be had, or fetched.
+"""What a run needs to download: refuse a run before any work if it is missing, or fetch it.
 
-Stage fetch brings all that a run downloads into one folder, to carry to a machine without a network.
+Stage fetch puts all that a run downloads into one folder, which can be carried to a machine without a network.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ USE = "USE.txt"
 
 
 def refuse_missing(*configs: DictConfig) -> None:
-    """Raise before any work if data, weights or experts are neither here nor to be had.
+    """Raise before any work if data, weights or experts are missing and cannot be downloaded.
 
     Args:
-        configs: of a run; or of those jobs of a sweep that differ in what they need. While one of them lacks
-            nothing the sweep goes on, with a warning of what the others will be refused for. Stages that fetch,
-            or have inputs of their own, need nothing.
+        configs: one of a run, or several of a sweep, whose jobs need different things. If at least one job
+            lacks nothing, the sweep continues, with a warning about the others. Stages that fetch, or that work
+            on inputs of their own, need nothing.
 
     Raises:
-        InputError: something that was named does not exist, or the hub cannot be reached; the message lists
-            everything that is missing, and the ways out.
+        InputError: something does not exist, or must be downloaded while the hub cannot be reached. The message
+            lists everything that is missing, and the ways out.
     """
     needing = [cfg for cfg in configs if not {"store", *ON_DATA} & set(list_stages(cfg)) and cfg.runs is None]
     lists = [_list_lacking(settle(cfg)) for cfg in needing]
@@ -67,11 +67,11 @@ def _list_lacking(cfg: DictConfig) -> tuple[list[str], list[str]]:
     try:
         return list_missing(cfg)
     except InputError:
-        return [], []  # what cannot be built is refused by the check of the configuration, which knows more
+        return [], []  # the check of the configuration follows, and its message says more
 
 
 def list_missing(cfg: DictConfig) -> tuple[list[str], list[str]]:
-    """What would have to be downloaded, and what is wrong: data sets, weights and experts, one line each.
+    """Data sets, weights and experts that must be downloaded, and those that do not exist, one line each.
 
     Raises:
         InputError: the backbone or a task cannot be built.
@@ -101,7 +101,7 @@ def _check_expert(experts: Any, backbone: Any, task: HubImages) -> str | None:
 
 
 def build_parts(cfg: DictConfig) -> tuple[Any, list[HubImages]]:
-    """The backbone, and those tasks whose data comes from elsewhere."""
+    """The backbone, and the tasks whose data is downloaded."""
     tasks = [
         build(node, HubImages)
         for node in cfg.suite.tasks.values()
@@ -111,11 +111,11 @@ def build_parts(cfg: DictConfig) -> tuple[Any, list[HubImages]]:
 
 
 def run_fetch(cfg: DictConfig, folder: Path) -> None:
-    """Download data sets, weights and experts of a run's configuration into its `fetch_to`; of a dry run, list
-    them. `USE.txt` there says what to add to the command on the other machine.
+    """Download a run's data sets, weights and experts into `fetch_to`; in a dry run, list them.
 
-    An interrupted fetch continues: the hub's client keeps complete files. Jobs that differ in their backbones
-    may share the folder: weights and experts lie below the architecture's name.
+    `USE.txt` there says what to add to the command on the other machine. An interrupted fetch continues,
+    because the hub's client keeps complete files. Jobs with different backbones may share the folder: weights
+    and experts are in subfolders named by architecture.
 
     Raises:
         InputError: something cannot be downloaded.

@@ -1,6 +1,6 @@
-"""Stage finetune: experts and the joint model, trained or brought in.
+"""Stage finetune: train or import the experts and the joint model.
 
-Artifacts declared here: `experts` (of tasks; also the pilots that offsets are fitted to), `fits`, `joint`.
+Artifacts declared here: `experts` (also the pilots that offsets are fitted to), `fits`, `joint`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from mergekit_lab.training.settings import describe_machine
 log = logging.getLogger(__name__)
 
 _OF_PROCESSES = {"per_rank": True, "sync_ascent": False}
-"""Options of optimizers with which the number of processes decides what is computed."""
+"""With these settings of an optimizer, the number of processes changes the result."""
 
 
 @declare
 def declare_expert(run: Run, task: str) -> Node:
-    """The expert of a task: trained, or imported if the run names `experts`."""
+    """The expert of a task: trained, or imported if the run sets `experts`."""
     if run.plain["experts"]:
         return _declare_imported(run, task)
     return _declare_training(run, "expert", [task], find_optimizer(run, task))
@@ -44,7 +44,7 @@ def declare_expert(run: Run, task: str) -> Node:
 
 @declare
 def declare_pilot(run: Run, task: str) -> Node:
-    """The expert of the base optimizer. Offsets are fitted to those of all tasks."""
+    """A task's expert trained by the base optimizer. Offsets are fitted to the pilots of all tasks."""
     return _declare_training(run, "pilot", [task], run.cfg.optimizer.base)
 
 
@@ -120,7 +120,7 @@ def declare_fit(run: Run) -> Node:
 
 
 def finetune_nodes(run: Run) -> list[Node]:
-    """What the stage is for; `walk` lists what it makes on the way."""
+    """The stage's results. `walk` adds what they need."""
     return [
         *(declare_expert(run, task) for task in run.experts),
         *([declare_joint(run)] if run.cfg.joint else []),
@@ -161,7 +161,7 @@ def _describe_training(run: Run, settings: TrainingSettings, optimizer: Mapping[
 
 
 def _describe_optimizer(run: Run, optimizer: DictConfig) -> dict[str, Any]:
-    """The optimizer's configuration, with what its offsets are fitted to, if they are."""
+    """The optimizer's configuration, with the keys of the pilots if its offsets are fitted to them."""
     plain: Any = OmegaConf.to_container(optimizer, resolve=True)
     if wants_fit(optimizer):
         plain["pilots"] = {task: declare_pilot(run, task).key for task in run.experts}
@@ -173,9 +173,9 @@ def _describe_task(run: Run, task: str) -> dict[str, Any]:
 
 
 def _describe_learning(run: Run, tasks: Sequence[str]) -> dict[str, Any]:
-    """How the backbone learns these tasks, where there is more than one way.
+    """How the backbone learns these tasks, if it has more than one way.
 
-    Scoring is part of it only where validation chooses the weights that are kept.
+    Scoring is part of it only if validation chooses which weights are kept.
     """
     content: dict[str, Any] = {}
     for task in tasks:
@@ -206,10 +206,9 @@ def stage_finetune(run: Run) -> None:
 
 
 def _decode(run: Run, nodes: Sequence[Node]) -> None:
-    """Decode the images of all parts before training.
+    """Decode the images of all parts before training, so that a damaged image is found before hours of work.
 
-    An image that cannot be decoded is reported now, not after hours. Without it an expert would have another
-    key.
+    Leaving such an image out would change the experts' keys.
     """
     missing = {node.unit for node in nodes if run.is_mine(node.unit) and not run.find(node)}
     for name, task in run.tasks.items():
@@ -224,12 +223,12 @@ def train_pilots(run: Run) -> None:
 
 
 def _train(run: Run, stage: Callable[[Run], None], nodes: Sequence[Node]) -> None:
-    """Train or find what is this process's; processes that train together have all devices to themselves."""
+    """Train or find what is this process's. Experts are spread over devices unless one training takes all."""
     run.make(stage if run.trainer.strategy == "auto" else None, nodes)
 
 
 def _make_fit(run: Run, pilots: Sequence[Node]) -> Mapping[str, Any]:
-    """Fit the distribution of the pilots' task vectors; pilots are trained if need be."""
+    """Fit the distribution of the pilots' task vectors. Missing pilots are trained first."""
     with run.work_on(run.experts):
         train_pilots(run)
     files = [(node.unit or "", run.need(node).find_file(MODEL)) for node in pilots]
@@ -242,7 +241,7 @@ def _make_fit(run: Run, pilots: Sequence[Node]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class _TaskVector:
-    """An expert's change of the base, each tensor when it is asked for."""
+    """An expert's task vector, computed tensor by tensor whenever `fit_offset` iterates over it."""
 
     expert: Checkpoint
     base: Mapping[str, Tensor]

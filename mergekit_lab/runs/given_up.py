@@ -1,8 +1,7 @@
-"""Word of what could not be made for one job of a sweep, so that no other job of it tries again.
+"""Remember what one job of a sweep failed to make, so that the sweep's other jobs do not try it again.
 
-It lies in a folder of the sweep's own, whose name its jobs have from their environment. The folder is there
-while the sweep goes on, which removes it at its end: a later sweep tries again, and so does another one that
-shares the folder of its jobs.
+Failures are files in a folder of the sweep. Its jobs find the folder by an environment variable. The sweep
+removes it at its end, so a later sweep tries again.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ VARIABLE = "MERGEKIT_LAB_GIVEN_UP"
 
 
 def name_folder(sweep: Path) -> Path:
-    """A folder for a sweep that begins in this one; it is made when there is something to say."""
+    """A new folder for the failures of a sweep in this folder. The first failure creates it."""
     return sweep.absolute() / SHARED / f"given_up-{uuid.uuid4().hex[:12]}"
 
 
 def give_up(name: str, reason: str, folder: Path | None = None) -> None:
-    """Leave word that something could not be made; the first word stays.
+    """Record that an artifact could not be made. An earlier record stays.
 
     Args:
         name: `KIND-KEY`.
-        reason: what jobs that need it are to say.
-        folder: of the sweep; None for that of this process, and nothing happens outside of a sweep.
+        reason: the error message of jobs that need it.
+        folder: of the sweep's failures. None takes that of this process, and does nothing outside a sweep.
     """
     folder = folder or _find_own_folder()
     if folder is None or (folder / name).exists():
@@ -40,7 +39,7 @@ def give_up(name: str, reason: str, folder: Path | None = None) -> None:
 
 
 def read_reason(name: str) -> str | None:
-    """What `give_up` left in the sweep that this process works for."""
+    """The reason that `give_up` recorded in this process's sweep; None if there is none."""
     folder = _find_own_folder()
     try:
         return (folder / name).read_text() if folder else None

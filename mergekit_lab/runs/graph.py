@@ -1,4 +1,4 @@
-"""All artifacts that a run wants."""
+"""The graph of a run: every artifact that its configuration asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keep what tasks and backbones make, such as decoded images, in the run's store."""
+"""Keep files that tasks and backbones make, such as decoded images, in the run's store."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class StoreKeeper:
     """A `Keeper` over a store.
 
     Args:
-        store: where things are kept.
-        images_limit_gb: what decoded images may take of it.
-        device: the run's.
+        store: where files are kept.
+        images_limit_gb: the most that decoded images may take in it.
+        device: the run's device.
     """
 
     store: Store
@@ -34,12 +34,12 @@ class StoreKeeper:
     def __call__(
         self, kind: str, content: Mapping[str, Any], size: int, make: Callable[[Path], Mapping[str, Any]]
     ) -> Path:
-        """The folder of what is kept.
+        """The folder with the files of this content. Missing ones are made.
 
-        Its files are compared with their hashes, but not decoded images: these may be many gigabytes.
+        Files are compared with their hashes, except decoded images, which may be many gigabytes.
 
         Raises:
-            InputError: there is no room for so many images.
+            InputError: there is no room for decoded images of this size.
         """
         artifact = self.store.find(kind, content)
         if artifact is None and kind == "images":
@@ -50,7 +50,7 @@ class StoreKeeper:
         return artifact.folder
 
     def _check_room(self, size: int) -> None:
-        """Say how large decoded images will be, and refuse what is beyond the limit or the disk."""
+        """Log how large decoded images will be. Refuse them if they exceed the limit or the free disk."""
         folder = self.store.root / "images"
         held = sum(file.stat().st_size for file in folder.glob("*/images.u8"))
         free, limit = count_free_bytes(folder), self.images_limit_gb * 1e9

@@ -1,4 +1,4 @@
-"""AdaMerging in a run: its coefficients are learned once, from the tasks' inputs without their labels.
+"""Learn AdaMerging's coefficients in a run, once, from the tasks' inputs without their labels.
 
 Artifacts declared here: `coefficients`.
 """
@@ -41,7 +41,7 @@ def reads_test_inputs(merger: Merger) -> bool:
 
 @declare
 def declare_coefficients(run: Run, label: str) -> Node:
-    """The coefficients, in `coefficients.json`; the course of the entropy in `info["entropies"]`."""
+    """The learned coefficients, in `coefficients.json`; the entropy before each step in `info["entropies"]`."""
     merger = run.mergers[label]
     return Node(
         "coefficients", f"the coefficients of {label}", "merge", label,

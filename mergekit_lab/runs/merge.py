@@ -1,4 +1,4 @@
-"""Stage merge: each merger's coefficient chosen on validation, and its model.
+"""Stage merge: choose each merger's coefficient on validation, and write its merged model.
 
 Artifacts declared here: `merged`.
 """
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @declare
 def declare_merged(run: Run, label: str) -> Node:
-    """A merger's model, which has its name when its coefficient is chosen."""
+    """A merger's model. Its key is known when its coefficient is chosen."""
     merger = run.mergers[label]
     searches = (declare_search(run, label),) if merger.searched else ()
     learned = (declare_coefficients(run, label),) if is_learned(merger) else ()
@@ -52,7 +52,7 @@ def declare_merged(run: Run, label: str) -> Node:
 
 
 def _describe_merged(run: Run, merger: Merger) -> dict[str, Any]:
-    """Everything that decides it, what is chosen or learned included."""
+    """Everything that decides the model, including what is searched or learned."""
     if merger.searched and not run.find(declare_search(run, merger.label)):
         return {"search": declare_search(run, merger.label).key}
     content = describe_merge(run, merger, {**merger.content, **read_fields(run, merger)})

@@ -1,4 +1,4 @@
-"""The rows of the table to come: merging methods as a run's configuration names them."""
+"""`Merger`: a merging method as a run's configuration names it, one row of the run's table."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from mergekit_lab.schema.run import Search
 from mergekit_lab.schema.target import without_null_coefficient
 
 CHAINED, MASK = "chained_gram", "mask"
-"""Side inputs that are made in a merge, for the method that reads them."""
+"""Side inputs that a run makes during a merge, because they depend on it. They are not artifacts."""
 SIDE_INPUTS = ("fisher", "gram", CHAINED, MASK)
-"""All that a run makes."""
+"""All side inputs that a run makes."""
 _METHOD_FIELDS = {
     name
     for method in vars(merging).values()
     if isinstance(method, type) and issubclass(method, Method)
     for name in method.__dataclass_fields__
 }
-"""Of all merging methods: a shipped grid may search fields that the run's mergers happen not to have."""
+"""The fields of all merging methods. A grid may search fields that none of the run's mergers has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,10 +33,10 @@ class Merger:
     """One row of the table.
 
     Attributes:
-        label: what it is called.
-        method: the method; where `searched`, its coefficient is still to be chosen.
-        content: the method's configuration as it enters keys.
-        searched: whether validation chooses the coefficient.
+        label: its name in the table.
+        method: the method. If `searched`, its coefficient is still to be chosen.
+        content: the method's configuration, as it enters keys.
+        searched: whether the coefficient is chosen on validation.
     """
 
     label: str
@@ -62,7 +62,7 @@ def build_mergers(nodes: Mapping[str, DictConfig], search: Search, tasks: Sequen
     """The mergers of a configuration, by label.
 
     Raises:
-        InputError: one that is no merging method or does not fit the tasks, or a searched field that none has.
+        InputError: a merger is no merging method or does not fit the tasks, or no method has a searched field.
     """
     mergers = {label: _build(label, node, search, tuple(tasks)) for label, node in nodes.items()}
     known = {name for merger in mergers.values() for name in merger.content} | _METHOD_FIELDS
@@ -102,7 +102,7 @@ def make_weight_fields(content: Mapping[str, Any], weights: Mapping[str, Any]) -
 
 
 def say_fields(content: Mapping[str, Any], fields: Mapping[str, Any]) -> str | None:
-    """The fields that differ from a merger's content, as overrides of it; None: none does."""
+    """The fields whose values differ from a merger's content, as overrides; None if none does."""
     changed = {name: value for name, value in fields.items() if value != content.get(name)}
     words = [
         f"{name}.{say_fields(content[name], value)}" if name == "inner" else f"{name}={_say(value)}"

@@ -1,4 +1,4 @@
-"""What a run evaluates, and one evaluation of it.
+"""The models that a run evaluates, and the evaluation of one model on one part of one task.
 
 Artifacts declared here: `evaluations`.
 """
@@ -27,11 +27,11 @@ from mergekit_lab.store import Artifact, Workspace, make_key
 from mergekit_lab.tasks import HarnessTask, Part
 
 TASK_FACTORS = "tasks"
-"""Folder in a merged artifact: factors from which each task's own model is made."""
+"""The folder, in a merged artifact, of the factors from which each task's own model is made."""
 SAMPLES = "samples.npy"
-"""One number per sample, whose mean is the value. Absent if the value is no mean."""
+"""The file with one number per sample, whose mean is the value. Absent if the value is not a mean."""
 SAMPLES_OF_METRICS = "samples.npz"
-"""The same for each of lm-evaluation-harness's metrics, by name."""
+"""The file with such numbers for each of lm-evaluation-harness's metrics."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Model:
     Attributes:
         kind: "zero_shot", "expert", "checkpoint", "joint" or "merged".
         tasks: what it is evaluated on.
-        node: the artifact that holds its weights; None for a backbone's own.
-        merger: the merger that makes it.
-        name: of a checkpoint.
-        backbone: whose own weights it has; None: the run's.
+        node: the artifact that holds its weights; None: the weights are a backbone's own.
+        merger: the merger that makes it, if any.
+        name: the name of a checkpoint.
+        backbone: the backbone that it brings; None: the run's.
     """
 
     kind: str
@@ -64,11 +64,11 @@ class Model:
         return run.describe_backbone(self.backbone) if self.backbone else run.base_content
 
     def find_key(self, run: Run) -> str:
-        """What names it in evaluations."""
+        """The key that stands for it in the contents of evaluations."""
         return self.node.key if self.node else make_key({"base": self.describe_base(run)})
 
     def read_state(self, run: Run, task: str) -> Mapping[str, Tensor]:
-        """Its weights in the run's backbone. With a method that makes a model per task, those for `task`."""
+        """Its weights under the run's backbone's names; if there is one model per task, those for `task`."""
         if self.node is None:
             return run.base_state
         artifact = run.need(self.node)
@@ -78,7 +78,7 @@ class Model:
         return load_state(artifact)
 
     def load(self, run: Run, task: str) -> nn.Module:
-        """The model on the run's device: the run's own, reloaded if needed, unless it brings a backbone."""
+        """The model on the run's device: `run.model` with its weights, or a new one of its own backbone."""
         if self.backbone:
             return self.backbone.make_model().to(run.device)
         by_task = self.merger is not None and self.merger.method.by_task
@@ -90,8 +90,8 @@ class Model:
 
 
 _LOADED: WeakKeyDictionary[nn.Module, tuple[str, list[int]]] = WeakKeyDictionary()
-"""Which weights a model has, and how often it was written to until then: a model of several tasks is loaded
-once, unless something else was written into it."""
+"""The weights that were last loaded into a model, and the versions of its tensors after that. A model that is
+evaluated on several tasks is loaded once, unless something else has written into it since."""
 
 
 def _count_writes(model: nn.Module) -> list[int]:
@@ -99,7 +99,7 @@ def _count_writes(model: nn.Module) -> list[int]:
 
 
 def make_expert_model(run: Run, name: str) -> Model:
-    """An expert, which is evaluated on its task alone; where the harness scores, on every task, by its name."""
+    """An expert. It is evaluated on its own task; if there are tasks of the harness, on all tasks."""
     if run.has_harness:
         return Model("checkpoint", tuple(run.tasks), declare_expert(run, name), name=name)
     return Model("expert", (name,), declare_expert(run, name))
@@ -107,7 +107,7 @@ def make_expert_model(run: Run, name: str) -> Model:
 
 @declare
 def declare_evaluation(run: Run, model: Model, task: str, part: Part) -> Node:
-    """A model on one part of one task: `info["value"]`, and all its `info["metrics"]`."""
+    """The evaluation of a model on one part of one task: `info["value"]`, and all `info["metrics"]`."""
     return Node(
         "evaluations", f"the evaluation of {model.label} on {task}", "evaluate", task,
         decide=lambda: {
@@ -123,7 +123,7 @@ def declare_evaluation(run: Run, model: Model, task: str, part: Part) -> Node:
 
 
 def _measure_content(run: Run, task: str) -> dict[str, Any]:
-    """What decides a score, beside the model and the part."""
+    """What decides a score besides the model and the part."""
     measured = run.tasks[task]
     if isinstance(measured, HarnessTask):
         return {"harness": measured.describe_content()} | run.describe_scoring(task)
@@ -178,10 +178,10 @@ def _score_part(
 
 
 def read_metric(run: Run, task: str, artifact: Artifact) -> tuple[str, float]:
-    """The metric that the run's tables show of a task, and its value in an evaluation.
+    """The metric that the run's tables show for a task, and its value in an evaluation.
 
     Raises:
-        InputError: the harness measures no such metric there.
+        InputError: the harness does not measure this metric on the task.
     """
     metric = run.tasks[task].metric
     if not isinstance(run.tasks[task], HarnessTask):
@@ -193,7 +193,7 @@ def read_metric(run: Run, task: str, artifact: Artifact) -> tuple[str, float]:
 
 
 def read_samples(run: Run, task: str, artifact: Artifact) -> Any:
-    """What every sample contributed to that value; None if it is not their mean."""
+    """Each sample's contribution to that value; None if the value is not a mean over samples."""
     if SAMPLES_OF_METRICS in artifact.files:
         return dict(np.load(artifact.find_file(SAMPLES_OF_METRICS))).get(read_metric(run, task, artifact)[0])
     return np.load(artifact.find_file(SAMPLES), allow_pickle=False) if SAMPLES in artifact.files else None

@@ -1,8 +1,8 @@
-"""An artifact of a run before it is made: what decides it, what it is made of, and how.
+"""`Node`: an artifact of a run before it is made, with what decides it, what it is made of, and how it is made.
 
 Every kind of artifact is declared by a function next to its maker: `declare_expert`, `declare_side_input`,
-`declare_search`, `declare_merged`, `declare_evaluation`, …  `graph.list_nodes` lists all that a run wants.
-Plans, what is missing, shared trainings, lineage and times walk over these nodes.
+`declare_search`, `declare_merged`, `declare_evaluation`, …  `graph.list_nodes` lists all nodes of a run. Dry
+runs, pruning, shared trainings, lineage and estimates of time walk over them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Node:
         kind: the store's folder for it, such as "experts".
         label: its name in messages, such as "the expert of cars".
         stage: the stage that makes it.
-        unit: the task, the merger or "+joint" that it is made for: what a worker is given, and `only` names.
-            None: it is made on demand, by whoever needs it first.
-        decide: returns its content, everything that decides it. Called when the key is needed.
+        unit: the task, the merger or "+joint" that it is made for. Workers are given units, and `only` names
+            them. None: it is made by the first process that needs it.
+        decide: returns its content, which is everything that decides it. Called when the key is needed.
         make: writes its files into a workspace and returns its info.
-        needs: what it is made of.
-        awaits: nodes whose results are part of this node's content, such as the coefficient that was chosen.
-            Until they are made, `decide` returns a placeholder that nothing is published under.
-        say: what the log says of it once it is there; None: nothing.
-        list_points: what a tracker draws of it, a point a step.
+        needs: the nodes that it is made of.
+        awaits: nodes whose results are part of this node's content, such as the search that chose its
+            coefficient. Until they are made, `decide` returns a placeholder, under which nothing is published.
+        say: the line of the log about the finished artifact; None: no line.
+        list_points: numbers for a tracker, one mapping for each step.
     """
 
     kind: str
@@ -67,10 +67,10 @@ class Node:
         return f"{self.kind}-{self.key}"
 
     def describe_product(self, run: Any, artifact: Artifact, inputs: tuple[str, ...]) -> Product:
-        """The artifact as trackers show it: a name, a sentence, and what it can be compared by.
+        """The artifact as trackers show it: a name, a description, and numbers to compare it by.
 
         Args:
-            inputs: references of the products that it was made of.
+            inputs: how the tracker refers to the products that it was made of.
         """
         settings = {
             "backbone": run.choices.get("backbone"),
@@ -95,7 +95,7 @@ class Node:
 
 
 def walk(nodes: Iterable[Node]) -> Iterator[Node]:
-    """These nodes and all that they need, each once, after what it is made of."""
+    """These nodes and all that they need, each once and after its own needs."""
     seen: set[Node] = set()
 
     def visit(node: Node) -> Iterator[Node]:
@@ -113,7 +113,7 @@ Declaration = TypeVar("Declaration", bound=Callable[..., Node])
 
 
 def declare(function: Declaration) -> Declaration:
-    """Make a declaration give the same node for the same run and names."""
+    """Decorate a declaration: for the same run and names it returns the same node."""
 
     @wraps(function)
     def declare_once(run: Any, *names: Any) -> Node:

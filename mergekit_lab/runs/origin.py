@@ -1,4 +1,4 @@
-"""How this process makes its results, for the report."""
+"""Describe how this process makes its results, for the report: command, versions, machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def describe_origin(arguments: Sequence[str], devices: Sequence[str] = (), *, sw
     Args:
         arguments: overrides, as on the command line.
         devices: of the run.
-        sweep: they are a sweep's (`--multirun`).
+        sweep: the command was a sweep (`--multirun`).
     """
     versions = {"mergekit_lab": __version__, "Python": platform.python_version()}
     versions |= {name: metadata.version(name) for name in _PACKAGES}
@@ -44,7 +44,7 @@ def _name_device(device: str) -> str:
 
 
 def _list_config_dirs() -> list[str]:
-    """`--config-dir=PATH`, where a user's own configurations were read."""
+    """`--config-dir=PATH` for each folder of a user's own configurations."""
     if not HydraConfig.initialized():
         return []
     sources = HydraConfig.get().runtime.config_sources

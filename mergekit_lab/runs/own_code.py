@@ -1,7 +1,7 @@
-"""What keys say of code that is not the package's.
+"""The part of a key that stands for code outside this package.
 
-A content holds configurations, so an edited class would be found under its old key. Classes from outside bring
-a hash of their file into it.
+Contents hold configurations, which name classes. If a user edits a class of theirs, results must get new keys.
+So a hash of the class's file is part of the content.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from typing import Any
 from hydra.utils import get_object
 
 _KNOWN = {*sys.stdlib_module_names, "mergekit_lab", "torch"}
-"""Packages whose files are in no key: the user's Python, torch and ours."""
+"""Packages whose code enters no key: the standard library, torch and this package."""
 
 
 def describe_code(*nodes: Any) -> dict[str, Any]:
-    """`{"code": {class: version}}` of the classes that these configurations name; empty if all are ours.
+    """`{"code": {class: version}}` of the classes that these configurations name; empty if there are none.
 
-    The version of a class from outside, and of its parents from outside, is a hash of the file it stands in. A
-    class attribute `code_version` takes the place of the hash; a class of ours that has one is listed too.
+    Listed are classes from outside this package and torch, with their parents from outside. The version is the
+    hash of the class's file, or its class attribute `code_version`. A class of this package with a
+    `code_version` is listed too.
 
     Args:
-        nodes: plain configurations; every `_target_` in them counts.
+        nodes: plain configurations. Every `_target_` in them is read.
     """
     versions: dict[str, Any] = {}
     for name in _list_targets(nodes):
@@ -47,7 +48,7 @@ def _list_targets(node: Any) -> Iterator[str]:
 
 @cache
 def _read_versions(target: Any) -> dict[str, Any]:
-    """By name; read once a process, for a file that is edited later is not what this process runs."""
+    """Versions by class. Files are read once in a process, which keeps running the code that it imported."""
     versions = {}
     for each in inspect.getmro(target) if inspect.isclass(target) else (target,):
         name = f"{each.__module__}.{each.__qualname__}"

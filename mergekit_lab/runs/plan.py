@@ -1,8 +1,7 @@
-"""What runs would compute, before they do: distinct artifacts, how many are in the store, about how long.
+"""Plan runs without computing: count their distinct artifacts and those in the store, and estimate the time.
 
-Keys follow from content, so a plan needs no work, with one exception. A coefficient that validation chooses is
-part of a merged model's key, so until the search is done such a model and its evaluations are counted under
-names of their own.
+Keys follow from contents, so a plan needs no work. The exception is a merged model whose coefficient is
+searched: its key is unknown until the search is done. Until then, it and its evaluations have placeholder keys.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class Work:
     """A training job that several runs share.
 
     Attributes:
-        job: which run's configuration makes it.
-        only: the unit it is for, a task or "+joint"; None for all, whose offsets are fitted together.
+        job: the number of the run that makes it.
+        only: its unit, a task or "+joint"; None: all units, because their offsets are fitted together.
     """
 
     job: int
@@ -40,11 +39,7 @@ class Work:
 
 
 def describe_plan(runs: Sequence[Run]) -> str:
-    """What all these runs would compute, each artifact once.
-
-    Returns:
-        A table: kind, how many, how many of them are in the store, seconds for the rest.
-    """
+    """A table of what all these runs need, each artifact once: kind, number, number stored, time to make."""
     nodes: dict[str, Node] = {}
     stored: set[str] = set()
     for run in runs:
@@ -54,7 +49,7 @@ def describe_plan(runs: Sequence[Run]) -> str:
     store = runs[0].store
     try:
         artifacts = list(store.list_artifacts())
-    except InputError:  # of what others made only the times are wanted
+    except InputError:  # stored artifacts only help to estimate times
         artifacts = []
     depths: dict[str, int] = {}
     for node in nodes.values():
@@ -79,9 +74,9 @@ def describe_plan(runs: Sequence[Run]) -> str:
 
 
 def plan_shared_training(runs: Sequence[Run]) -> list[Work]:
-    """The trainings that runs need and the store lacks, each once, the joint models first (they take longest).
+    """The trainings that the store lacks, each once. Joint models come first, because they take longest.
 
-    Where runs want the same expert, the one that wants most of its curvature makes it, and that too.
+    If several runs need an expert, the run that needs most kinds of its curvature makes it, with the curvature.
     """
     chosen: dict[str, tuple[int, Work]] = {}
     for number, run in enumerate(runs):
@@ -98,20 +93,23 @@ def plan_shared_training(runs: Sequence[Run]) -> list[Work]:
 
 
 def list_unmade(run: Run, work: Work) -> list[Node]:
-    """What a training job was to make, with the curvature that its run wants, and did not."""
+    """What a training job should have made and did not, including the curvature that its run needs."""
     nodes = walk([*finetune_nodes(run), *list_curvature_nodes(run)])
     return [node for node in nodes if work.only in (None, node.unit) and not run.find(node)]
 
 
 def _find_depth(node: Node) -> int:
-    """How many artifacts are made one after another until this one is."""
+    """The length of the longest chain of artifacts that ends with this one."""
     return 1 + max((_find_depth(each) for each in node.needs), default=0)
 
 
 def estimate_seconds(node: Node, artifacts: Sequence[Any]) -> float | None:
-    """The median of like artifacts: of the same kind, made in the same way, and of the same backbone and
-    optimizer as far as there are any; a training's is scaled by its gradients: steps, and how many each takes
-    with its optimizer."""
+    """The median time of similar stored artifacts; None if there are none.
+
+    Similar are those of the same kind and origin (made or imported), and of these the ones with the same
+    backbone, optimizer and method, if there are any. The time of a training is scaled by its number of
+    gradients: its steps, times the gradients that its optimizer takes in a step.
+    """
     imported = "imported" in node.content
     like = [
         r
@@ -132,7 +130,7 @@ def estimate_seconds(node: Node, artifacts: Sequence[Any]) -> float | None:
 
 
 def _count_gradients(content: Mapping[str, Any]) -> float:
-    """Gradients of a whole batch that a training takes; 0 of what is no training."""
+    """Gradients of a whole batch that a training takes; 0 if this is no training."""
     steps = float(content.get("training", {}).get("steps", 0))
     if not steps or "_target_" not in content.get("optimizer", {}):
         return steps
@@ -144,5 +142,5 @@ def _count_gradients(content: Mapping[str, Any]) -> float:
 def _count_gradients_a_step(optimizer: str) -> float:
     try:
         return float(count_evaluations_a_step(OmegaConf.create(json.loads(optimizer))))
-    except InputError:  # of an optimizer that is here no more
+    except InputError:  # the optimizer of an old artifact may not exist any more
         return 1.0

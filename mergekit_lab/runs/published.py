@@ -1,4 +1,4 @@
-"""Tables of papers next to a run's results."""
+"""Set tables of papers beside a run's results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def set_published_beside(run: Run, records: list[Record]) -> list[Beside]:
 
 
 def read_protocol(run: Run, name: str) -> Protocol:
-    """What the experiments of a table print, and what of the run they do not."""
+    """The settings that the papers print for the experiments of a table, and those that are our own choice."""
     experiments = {stem for stem, tables in _list_tables().items() if name in tables}
     if run.choices.get("experiment") in experiments:
         experiments = {run.choices["experiment"]}
@@ -64,7 +64,7 @@ def _list_tables() -> dict[str, list[str]]:
 
 
 def have_settings(run: Run, when: str) -> bool:
-    """Whether `key=value …` are the run's settings; `key?=value` is checked only if the run has the key."""
+    """Whether the run has the settings `key=value …`. `key?=value` counts only if the run has the key."""
     for pair in when.split():
         key, _, value = pair.partition("=")
         setting = read_setting(run, key.removesuffix("?"))
@@ -74,7 +74,7 @@ def have_settings(run: Run, when: str) -> bool:
 
 
 def read_setting(run: Run, key: str) -> Any:
-    """A value of the configuration, as the run uses it: `merger=NAME` takes the place of its `mergers`."""
+    """A value of the configuration as the run uses it; `choice.GROUP` is the option chosen in a group."""
     if key == "backbone.weights" and isinstance(run.backbone, OpenClip) and run.backbone.source:
         return run.backbone.source.find_published_name()
     group, _, rest = key.partition(".")
@@ -88,7 +88,7 @@ def read_setting(run: Run, key: str) -> Any:
 
 
 def is_equal(value: Any, text: str) -> bool:
-    """Whether a value of a configuration is a text of a table of conditions: `1e-5`, `[0.1,1.0]`, `None`."""
+    """Whether a configuration's value equals a condition's text, such as `1e-5`, `[0.1,1.0]` or `None`."""
     if isinstance(value, list | ListConfig):
         texts = text.strip("[]").split(",") if text != "[]" else []
         return len(texts) == len(value) and all(map(is_equal, value, texts))
@@ -101,13 +101,17 @@ def is_equal(value: Any, text: str) -> bool:
 
 
 class _Measured:
-    """Ours of a published table: by row and column, in the column's unit.
+    """The run's own number for a row and column of a published table, in the column's unit; None if unknown.
 
-    Columns: `average` and `normalized` are percent over tasks; `steps_per_second` and `gigabytes` are of
-    training an expert, means over tasks; `merge_seconds` is what making a merged model took. Rows:
-    `training_seconds` is what an expert's steps take, without loading, validation and writing; `ks_distance`
-    (in percent) and `mean_log_likelihood` are of a Laplace distribution fitted to task vectors, if the analysis
-    task_vectors has been made.
+    Columns:
+    - `average`, `normalized` or a task: percent.
+    - `steps_per_second`, `gigabytes`: of training an expert, mean over tasks.
+    - `merge_seconds`: the time that a merge took.
+
+    Rows are mergers and models, or:
+    - `training_seconds`: the time of an expert's steps, without loading, validation and writing.
+    - `ks_distance` (percent), `mean_log_likelihood`: of a Laplace distribution fitted to task vectors, if the
+      analysis task_vectors has been run.
     """
 
     def __init__(self, run: Run, records: list[Record]) -> None:
@@ -143,7 +147,7 @@ class _Measured:
 
     @cached_property
     def _fits(self) -> dict[str, Any]:
-        """Of a Laplace distribution to every expert's task vector, by task."""
+        """The Laplace distribution fitted to each expert's task vector, by task."""
         asked = isinstance(build(self.run.cfg.analysis, Analysis), TaskVectors)
         artifact = self.run.find(declare_analysis(self.run)) if asked else None
         fits = json.loads(artifact.find_file(DATA).read_text())["fits"] if artifact else {}

@@ -1,9 +1,9 @@
-"""Experts that others fine-tuned, instead of training: where they are, and how they enter the store.
+"""Find experts that others fine-tuned, and import them into the store.
 
-`experts={task: SOURCE}` names each. `experts=hub:ORG` takes `ORG/<backbone>_<task>` from the hub by the names
-that FusionBench publishes under. `experts=FOLDER` takes `FOLDER/<architecture>/<task>`, or else
-`FOLDER/<task>`, a folder or a file, or what task arithmetic and its successors have at
-`FOLDER/ViT-B-32/CarsVal/finetuned.pt`.
+- `experts={task: SOURCE}` names each.
+- `experts=hub:ORG` takes `ORG/<backbone>_<task>` from the hub, the names under which FusionBench publishes.
+- `experts=FOLDER` takes `FOLDER/<architecture>/<task>` or else `FOLDER/<task>`, a folder or a file; or a file
+  as task arithmetic and its successors lay them out, `FOLDER/ViT-B-32/CarsVal/finetuned.pt`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ HUB = "hub:"
 
 
 def find_expert(experts: str | Mapping[str, str], backbone: Any, task: Task) -> str:
-    """What `open_checkpoint` takes for a task's expert: a hub id or a path.
+    """The source of a task's expert for `open_checkpoint`: a hub id or a path.
 
     Raises:
-        InputError: nothing is given for the task, or published under a name that is known.
+        InputError: no expert is given for the task, or none is found under a known name.
     """
     if isinstance(experts, Mapping):
         if task.name not in experts:
@@ -75,15 +75,15 @@ def _find_finetuned(folder: Path) -> Path | None:
 
 
 def locate_experts(root: Path, backbone: Any) -> Path:
-    """Where experts of a backbone are in a folder with those of several."""
+    """The subfolder of one backbone's experts in a folder with those of several."""
     return root / backbone.architecture if isinstance(backbone, OpenClip) else root
 
 
 def parse_expert_id(source: str) -> tuple[str, str | None] | None:
-    """The repository and revision that an expert comes from; None of one that is a local path.
+    """The repository and revision of an expert on the hub; None for a local path.
 
     Raises:
-        InputError: there is no such path, and it could be no hub id.
+        InputError: it is neither an existing path nor a hub id.
     """
     if Path(source).expanduser().exists():
         return None
@@ -96,15 +96,15 @@ def parse_expert_id(source: str) -> tuple[str, str | None] | None:
 
 
 def must_download(source: str) -> bool:
-    """Whether an expert would have to be downloaded; raises as `parse_expert_id`."""
+    """Whether an expert must be downloaded first. Raises as `parse_expert_id` does."""
     named = parse_expert_id(source)
     return named is not None and find_cached_snapshot(*named) is None
 
 
 def read_import_content(source: str, backbone: Mapping[str, Any], task: str) -> dict[str, Any]:
-    """The bytes that an imported expert comes from, not where they are.
+    """What decides an imported expert: the hash of its files, wherever they are, the backbone and the task.
 
-    In the store its data and head name it too: on others its Fisher is another.
+    The caller adds the task's data and head, because the expert's Fisher depends on them.
     """
     files = list_deciding_files(source, f"the expert of {task}" if task else "an expert")
     digests = [hash_file(file) for file in files]
@@ -115,7 +115,7 @@ def read_import_content(source: str, backbone: Mapping[str, Any], task: str) -> 
 def import_expert(
     source: str, backbone: Any, base: Mapping[str, Any], task: str, out: Path
 ) -> Mapping[str, Any]:
-    """Write an expert under the backbone's names: an image tower of CLIP, else a whole model or an adapter.
+    """Write an expert under the backbone's names. It is an image tower of CLIP, a whole model or an adapter.
 
     Raises:
         InputError: it cannot be read, is a pickle of a whole module, or of another architecture.

@@ -1,4 +1,4 @@
-"""Stage report: the records of the run, from the store, and every view of them."""
+"""Stage report: collect the run's records from the store, and write its table, figures and page."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def stage_report(run: Run) -> None:
 
 
 def _make_title(run: Run) -> str:
-    """What the page compares, and how far it can be believed."""
+    """The page's title: what is compared, with what a reader must know to judge it."""
     title = f"{run.plain['suite']['name']}: "
     if run.models:
         title += f"{say_count(len(run.models), 'checkpoint')} on {say_count(len(run.tasks), 'task')}"
@@ -95,10 +95,10 @@ def collect(run: Run, evaluations: Sequence[_Evaluation]) -> list[Record]:
 
 
 def read_evaluations(run: Run) -> list[_Evaluation]:
-    """All that the run's tables show.
+    """All evaluations that the run's tables show.
 
     Raises:
-        InputError: one is missing.
+        InputError: an evaluation is missing.
     """
     evaluations: list[_Evaluation] = []
     for model in list_models(run):
@@ -144,7 +144,7 @@ def _record(
 
 
 def _read_cost(run: Run, model: Model) -> dict[str, Any]:
-    """What making the model took, and what it needs besides experts: from their manifests."""
+    """What making the model took, including side inputs and searches but not experts, from the manifests."""
     if model.node is None:
         return {}
     parts = [model.node]
@@ -159,16 +159,16 @@ def _read_cost(run: Run, model: Model) -> dict[str, Any]:
 
 
 def _read_samples(run: Run, evaluations: Sequence[_Evaluation]) -> dict[str, Any]:
-    """What every test sample contributed, by evaluation key; metrics that are no means have none."""
+    """Each test sample's contribution, by evaluation key, for metrics that are means over samples."""
     by_key = {artifact.key: read_samples(run, task, artifact) for _, task, artifact in evaluations}
     return {key: samples for key, samples in by_key.items() if samples is not None}
 
 
 def _read_searches(run: Run) -> dict[str, list[dict[str, Any]]]:
-    """Of every merger the curve of its coefficient, at the fields that were chosen with it."""
+    """For every merger the validation curve of its coefficient, at the chosen values of searched fields."""
     curves: dict[str, list[dict[str, Any]]] = {}
     for label, merger in run.mergers.items():
-        if not merger.searched or run.search.method == "cma_es":  # of many weights there is no curve
+        if not merger.searched or run.search.method == "cma_es":  # which searches many weights
             continue
         if search := run.find(declare_search(run, label)):
             chosen = search.info

@@ -1,4 +1,8 @@
-"""A run: the objects that its configuration names, its artifacts, and the processes that make them."""
+"""`Run`: one configuration, the objects built from it, and the store in which its artifacts are made and found.
+
+Stages (`finetune.py`, `curvature.py`, `merge.py`, `evaluate.py`, `report.py`) are functions of a `Run`. They
+declare artifacts as nodes (`nodes.py`) and call `Run.make`, which finds each in the store or makes it.
+"""
 
 from __future__ import annotations
 
@@ -48,29 +52,29 @@ log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 MODEL = "model.safetensors"
-"""The weights in an artifact that is a model."""
+"""The file of weights in an artifact that is a model."""
 State = dict[str, Tensor]
 HeldKey = tuple[Path, Version | None] | None
-"""Whose weights are held on a device: a file's as it was then, or the base's."""
+"""Names weights that stay on a device: a file with its version, or None for the base."""
 _SHARE = 8
-"""Of a device's memory: one part of so many may hold copies of weights that only save time."""
+"""Copies of weights that only save time may take one eighth of a device's memory."""
 SPREAD = 4
-"""Processes of `device=spread` on a CPU at most: each takes a gigabyte."""
+"""Processes of `device=spread` on a CPU at most. Each takes a gigabyte."""
 _ERASE = "\r\x1b[2K"
-"""Begins a line anew in a terminal, where another process draws a bar."""
+"""Clears a terminal's line, on which another process may have drawn a progress bar."""
 _ONCE_A_SWEEP = ("finetune", "curvature")
-"""Stages whose artifacts a sweep tries once: they take long, and many jobs share them."""
+"""If an artifact of these stages fails, no other job of the sweep tries it again: they take long."""
 
 
 class Run:
-    """One configuration, worked through.
+    """One configuration, with the objects that it names.
 
     Args:
         cfg: the composed, checked configuration.
         folder: where its report goes.
-        choices: which option of each group was taken; names in records.
-        shared: objects by their configuration, which runs that are given the same mapping share: reading a
-            task's data for its fingerprint takes seconds.
+        choices: the option chosen in each group. Records contain these names.
+        shared: backbones and tasks by their configuration. Runs with the same mapping share them, because
+            reading a task's data for its fingerprint takes seconds.
     """
 
     def __init__(
@@ -100,7 +104,7 @@ class Run:
         self.models: dict[str, str] = plain["models"] or {}
         """Checkpoints that are scored as they are, by name."""
         self.learned = [name for name, task in self.tasks.items() if not isinstance(task, HarnessTask)]
-        """Tasks with parts to learn and choose from; the others are lm-evaluation-harness's, which scores."""
+        """Tasks that are learned. The others are lm-evaluation-harness's, which are only scored."""
         self.has_harness = len(self.learned) < len(self.tasks)
         named = list(plain["experts"]) if isinstance(plain["experts"], dict) else []
         self.experts: list[str] = [] if self.models else self.learned or named
@@ -115,23 +119,23 @@ class Run:
         self.tracker = build(cfg.logger, Tracker)
         self.timings: dict[str, Timing] = {}
         self.new_keys: set[str] = set()
-        """Of artifacts that this run made, in this process or in a worker."""
+        """Keys of the artifacts that this run made, in this process or in a worker."""
         self.arguments: Sequence[str] = ()
         """Overrides, as on the command line."""
         self.nodes: dict[Any, Node] = {}
         self._counts = {"computed": 0, "reused": 0}
         self._logged: dict[str, str] = {}
-        """References of products by the names of their nodes."""
+        """By the name of a node, how the tracker refers to its artifact."""
         self._objectives: dict[str, Objective] = {}
         self.moved: dict[HeldKey, State] = {}
-        """Files of artifacts that stay on the device for the next merge, and the base, of no file."""
+        """Weights that stay on the device for the next merge, see `combine.move_models`."""
         self._compiled: nn.Module | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _make_in_worker, (pickle.dumps((self.plain, self.folder, dict(self.choices))),)
 
     def _build(self, node: DictConfig, kind: type) -> Any:
-        """What a node makes, shared, with the store to keep things in if it wants one."""
+        """Build an object, or take the shared one. If its `keep` is unset, it keeps files in the store."""
         name = OmegaConf.to_yaml(node, resolve=True, sort_keys=True)
         if name not in self._shared:
             self._shared[name] = build(node, kind)
@@ -147,10 +151,7 @@ class Run:
         return backbone
 
     def vary(self, changes: Mapping[str, Any]) -> Run:
-        """The same run with other values in its configuration; trackers do not hear of it.
-
-        Close it after use.
-        """
+        """A copy of this run with a changed configuration. It reports to no tracker. Close it after use."""
         cfg: Any = OmegaConf.merge(self.cfg, changes)
         run = Run(cfg, self.folder, self.choices, self._shared)
         run.tracker, run.new_keys, run._counts, run.only = Tracker(), self.new_keys, self._counts, self.only
@@ -160,8 +161,11 @@ class Run:
         return run
 
     def name_optimizer(self, task: str | None = None) -> str:
-        """What records call a task's optimizer, if it has its own; else the run's: its option, its base unless
-        AdamW, and those of single tasks."""
+        """The optimizer's name in records.
+
+        A task with its own optimizer has that option's name. Otherwise it is the run's option, with its base
+        unless that is AdamW, and the options of single tasks: "mergopt over sgd, sam cars".
+        """
         own = {t: self.choices.get(f"optimizer@optimizer_of.{t}", "other") for t in self.cfg.optimizer_of}
         if task in own:
             return own[task]
@@ -176,16 +180,16 @@ class Run:
 
     @cached_property
     def pool(self) -> Pool:
-        """Worker processes, one a device."""
+        """Worker processes, one for each device."""
         return Pool(self.devices)
 
     @cached_property
     def base_content(self) -> dict[str, Any]:
-        """What decides the base, as it enters contents."""
+        """What decides the base; part of the contents of artifacts."""
         return self.describe_backbone(self.backbone)
 
     def describe_backbone(self, backbone: Backbone) -> dict[str, Any]:
-        """What decides the weights of a backbone of the run's class, and what it does with them."""
+        """What decides the weights of a backbone of the run's class, and what it computes."""
         return {**backbone.identify(), **describe_code(self.plain["backbone"])}
 
     @cached_property
@@ -195,15 +199,14 @@ class Run:
 
     @cached_property
     def model(self) -> nn.Module:
-        """One model for all evaluations; its weights are whatever was loaded last.
+        """One model for all evaluations. Its weights are those that were loaded last.
 
-        It computes what experts compute: of linearized experts, the expansion around the backbone's weights.
+        It computes what experts compute. For linearized experts that is the expansion around the base.
         """
         return self.parametrization.make_evaluable(self.backbone.make_model()).to(self.device)
 
     def read_room(self, held: int = 0) -> int:
-        """Bytes on the device for copies of weights that only save time, if it holds `held` of them; none on a
-        CPU."""
+        """Bytes that copies of weights may take on the device, if `held` bytes are such copies; 0 on a CPU."""
         free = read_free_memory(self.device) + held
         return min(read_total_memory(self.device) // _SHARE, free // 2)
 
@@ -214,7 +217,7 @@ class Run:
         self.model.load_state_dict(move_state(held, self.device) if fits else held)
 
     def find_model_to_score(self, task: str) -> nn.Module:
-        """The run's model, as scores on a task are computed: compiled, if that is asked for and can be."""
+        """The run's model for scores on a task, compiled if `evaluation_compile` asks for it and it can be."""
         objective = self.make_objective(task)
         if not self.cfg.evaluation_compile or not objective.replays_forward:
             return self.model
@@ -229,7 +232,7 @@ class Run:
         return self._compiled
 
     def make_objective(self, task: str) -> Objective:
-        """How the backbone learns a task and is scored on it; on the run's device."""
+        """A task's objective, which trains and scores the backbone on it, on the run's device."""
         if task not in self._objectives:
             self._objectives[task] = self.backbone.make_objective(self.tasks[task])
         return self._objectives[task].to(self.device)
@@ -239,7 +242,7 @@ class Run:
         return {task: self.tasks[task].fingerprint() for task in tasks}
 
     def describe_scoring(self, task: str) -> dict[str, Any]:
-        """What decides a score besides model and data, if there are several ways."""
+        """What decides a score besides model and data; empty if the backbone has one way to score."""
         how = self.backbone.describe_scoring(self.tasks[task])
         return {"scoring": how} if how else {}
 
@@ -262,11 +265,10 @@ class Run:
         return artifact
 
     def obtain(self, node: Node) -> Artifact:
-        """The artifact, made if it is not in the store; counted for the stage in progress.
+        """The artifact, made if it is not in the store. It is counted in the stage's timing.
 
         Raises:
-            InputError: what names it is not made, or the sweep that this run is a job of tried to make it for
-                all of its jobs, and failed.
+            InputError: a node that it awaits is not made, or another job of the same sweep failed to make it.
         """
         for earlier in node.awaits:
             self.need(earlier)
@@ -289,11 +291,14 @@ class Run:
     def make(
         self, stage: Callable[[Run], None] | None, nodes: Sequence[Node], title: str | None = None
     ) -> None:
-        """Make or find these nodes' artifacts, as far as they are this process's, and tell log and tracker.
+        """Find or make these nodes' artifacts, and report them to log and tracker.
+
+        With several devices, workers first run `stage` for one unit each. This process then finds what they
+        made.
 
         Args:
-            stage: makes what `is_mine`, in worker processes; importable by its name. None: nothing is spread.
-            title: of a bar; None: their makers show their own.
+            stage: the calling stage, importable by its name. None: nothing is given to workers.
+            title: of the progress bar. None: there is none, because the makers show their own.
         """
         if stage is not None and len(self.devices) > 1:
             spread(self, stage, nodes)
@@ -307,11 +312,11 @@ class Run:
                 log.info("%s", node.say(artifact))
 
     def track(self, items: Iterable[Item], title: str, total: int | None = None) -> Iterable[Item]:
-        """The items, with a bar that goes on with them and vanishes at the end."""
+        """The items, with a progress bar that vanishes at the end."""
         return track(items, title, total, disable=not self.cfg.progress, transient=True)
 
     def _log_product(self, node: Node, artifact: Artifact) -> None:
-        """Tell the tracker of an artifact, and of those it was made of that it knows."""
+        """Report an artifact to the tracker, with references to the reported ones that it was made of."""
         inputs = tuple(filter(None, (self._logged.get(each.name) for each in node.needs)))
         product = node.describe_product(self, artifact, inputs)
         self._logged[node.name] = product.reference
@@ -323,7 +328,7 @@ class Run:
 
     @contextmanager
     def work_on(self, units: list[str]) -> Iterator[None]:
-        """Work on these units meanwhile."""
+        """Work on these units alone within the block."""
         before, self.only = self.only, units
         try:
             yield
@@ -349,7 +354,7 @@ class Run:
 
 @lru_cache(maxsize=1)
 def _make_in_worker(content: bytes) -> Run:
-    """The run, with the objects that an earlier job of the same run left. Trackers do not hear of it."""
+    """A pickled run in a worker. Later jobs of the same run get the same object. It reports to no tracker."""
     logging.basicConfig(format=f"{_ERASE if sys.stdout.isatty() else ''}%(message)s", stream=sys.stdout)
     plain, folder, choices = pickle.loads(content)
     run = Run(OmegaConf.create(plain), folder, choices)
@@ -369,8 +374,8 @@ def load_state(artifact: Artifact) -> dict[str, Tensor]:
 
 
 def move_state(state: Mapping[str, Tensor], device: torch.device) -> State:
-    """The state on a device, its tied weights still one."""
-    held = dict(state.items())  # or the next tensor could have the address of one that is gone
+    """The state on a device. Weights that are tied stay tied."""
+    held = dict(state.items())  # keep all tensors alive, so that no address is used twice
     keys = {n: (t.data_ptr(), t.dtype, t.shape, t.stride()) for n, t in held.items()}
     moved = {key: send_whole(held[name], device) for name, key in keys.items()}
     return {name: moved[key] for name, key in keys.items()}

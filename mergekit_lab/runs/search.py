@@ -1,4 +1,4 @@
-"""The choice of a merger's coefficient, and of fields searched with it, or of its weights, on validation.
+"""Choose on validation a merger's coefficient, and fields that are searched with it; or its weights (cma_es).
 
 Artifacts declared here: `searches`.
 """
@@ -31,7 +31,7 @@ from mergekit_lab.store import Artifact, Workspace, make_key
 
 @declare
 def declare_search(run: Run, label: str) -> Node:
-    """The validation curve of a merger: `info["curve"]`, and what was chosen, `info["coefficient"]`."""
+    """A merger's search: the candidates in `info["curve"]`, and the chosen `info["coefficient"]`."""
     merger = run.mergers[label]
     return Node(
         "searches", f"the coefficient of {label}", "merge", label,
@@ -46,17 +46,17 @@ def declare_search(run: Run, label: str) -> Node:
 
 
 def _list_evaluations(run: Run) -> dict[str, Node]:
-    """Of every expert on its task's validation part, which candidates are compared with."""
+    """The evaluation of every expert on its own validation part. Candidates are normalized by it."""
     return {
         task: declare_evaluation(run, make_expert_model(run, task), task, "validation") for task in run.experts
     }
 
 
 def check_patterns(run: Run) -> None:
-    """Refuse, before anything is trained, patterns that match none of the base's tensors that are merged.
+    """Refuse name patterns that match no merged tensor of the base, before anything is trained.
 
     Raises:
-        InputError: one of `search.layers`, or of a merger's weights.
+        InputError: such a pattern in `search.layers`, or in a merger's weights.
     """
     layers = run.search.layers if any(merger.searched for merger in run.mergers.values()) else None
     by_tensor = [merger.method for merger in run.mergers.values() if merger.method.weights_by_tensor]
@@ -83,7 +83,7 @@ def _search_content(run: Run, merger: Merger) -> dict[str, Any]:
 
 
 def read_fields(run: Run, merger: Merger) -> dict[str, Any]:
-    """The values of a method's searched fields; empty where only the coefficient is, or nothing."""
+    """The chosen values of searched fields; empty if only the coefficient was searched, or nothing."""
     return dict(run.need(declare_search(run, merger.label)).info.get("fields", {})) if merger.searched else {}
 
 
@@ -95,7 +95,7 @@ def read_coefficient(run: Run, merger: Merger) -> float | None:
 
 
 def _search(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
-    """Every candidate is one pass of arithmetic and its evaluation: of a grid, merge once a variant, at 1."""
+    """Score all candidates. In a grid, each variant is merged once, at coefficient 1, and then only scaled."""
     experts = {task: float(run.obtain(node).info["value"]) for task, node in _list_evaluations(run).items()}
     curve: list[Candidate] = _evolve(run, merger, experts, workspace) if run.search.method == "cma_es" else []
     for fields in () if curve else run.search.list_variants(merger.content):
@@ -137,7 +137,10 @@ def _say(merger: Merger, search: Artifact) -> str:
 
 
 def _evolve(run: Run, merger: Merger, experts: Mapping[str, float], workspace: Workspace) -> list[Candidate]:
-    """Candidates of weights by expert and pattern of layers. Base and experts are on the device once."""
+    """Score candidates of one weight for each expert and pattern of layers, as CMA-ES proposes them.
+
+    Base and experts are moved to the device once, for all candidates.
+    """
     how = run.search
     base = move_state(run.base_state, run.device)
     models = {
@@ -174,8 +177,10 @@ def _evolve(run: Run, merger: Merger, experts: Mapping[str, float], workspace: W
 
 
 def _recall_values(run: Run, merger: Merger) -> dict[str, Mapping[str, float]]:
-    """What searches found that differ from this one in nothing but their trials, by the key of fields: how many
-    follow changes no candidate."""
+    """Scores of candidates, by the key of their fields, from stored searches with another number of trials.
+
+    Their candidates are the same, because the number of trials does not change what CMA-ES proposes.
+    """
     own, trials = declare_search(run, merger.label).key, run.search.trials
     return {
         make_key(point["fields"]): point["values"]
@@ -186,7 +191,7 @@ def _recall_values(run: Run, merger: Merger) -> dict[str, Mapping[str, float]]:
 
 
 def _make_scorer(run: Run, unit: Mapping[str, Tensor]) -> Callable[[float], Score]:
-    """The validation scores of `θ0 + α Δ` as functions of α, from the model merged at coefficient 1."""
+    """A function from `α` to the validation scores of `θ0 + α Δ`, given the model merged at `α = 1`."""
     floating = {n: t for n, t in unit.items() if t.is_floating_point()}
     moved = move_models(run, [])
     state = moved[0] if moved else run.base_state
@@ -215,7 +220,7 @@ def _score_model(run: Run) -> Score:
 
 
 def _take_first(count: int, share: float) -> Tensor:
-    """A share of a validation part, by the same shuffle for every candidate."""
+    """The indices of a share of a validation part, the same for every candidate."""
     if share == 1:
         return torch.arange(count)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""What a command line says in short, written out: whose base, whose experts, whose texts."""
+"""Expand the short forms of a command line: `base`, `texts`, `experts`, `models`, `suite.lm_eval_tasks`."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from mergekit_lab.errors import InputError, join_names, suggest
 
 _WEIGHTS = ("source", "weights")
-"""Keys by which backbones call their pretrained weights."""
+"""Names that backbones' configurations have for the pretrained weights."""
 _CHOOSES = "TextEncoder"
-"""The backbone whose tasks have choices."""
+"""The backbone whose tasks need choices."""
 
 
 def settle(cfg: DictConfig) -> DictConfig:
-    """The configuration with `base`, `texts`, `experts`, `models` in their places; a settled one stays so.
+    """The configuration with its short forms expanded. An expanded configuration is returned as it is.
 
-    `base` becomes the backbone's `source` or `weights`. `texts`, a list of files or `{name: FILE}`, become the
-    suite's tasks; for a text encoder their answers are the choices. `suite.lm_eval_tasks` become tasks beside
-    them. `experts`, a list in the order of the tasks that are learned, `{task: path}` or `@list.txt`, become
-    `{task: path}`; where all tasks are lm-evaluation-harness's they have names of their own, and so have
-    `models`.
+    - `base` becomes the backbone's `source` or `weights`.
+    - `texts`, a list of files or `{name: FILE}`, become the suite's tasks. For a text encoder, their answers
+      become the choices.
+    - `suite.lm_eval_tasks` become tasks of lm-evaluation-harness, besides the texts.
+    - `experts`, a list in the order of the learned tasks, `{task: path}` or `@list.txt`, become
+      `{task: path}`. If nothing is learned, they keep their own names or those of their folders.
+    - `models` become `{name: path}` in the same way.
 
     Raises:
-        InputError: a backbone whose weights nobody named, or that takes none, a file that is not there, experts
-            that are not one a task, or none where an experiment asks for them, or settings of tasks that are
-            not the suite's.
+        InputError: the backbone needs a base and none is set, or it takes none; a file does not exist; experts
+            are missing, or are not one for each task; settings name a task that the suite lacks.
     """
-    if cfg.get("experts") == "":  # of an experiment that has nothing else to work on
+    if cfg.get("experts") == "":  # set by experiments that only evaluate experts
         raise InputError("experts is not set: experts=[A,B], in the order of the tasks, or {task: A}")
     if cfg.get("base") is None and cfg.get("models") is None and cfg.backbone.get("source", "") is None:
         raise InputError("base is not set: base=<folder or hub id>, the backbone's pretrained weights")
@@ -70,10 +71,10 @@ def settle(cfg: DictConfig) -> DictConfig:
 
 
 def find_weights_key(backbone: Any) -> str:
-    """What a backbone's configuration calls its pretrained weights.
+    """The key of the pretrained weights in a backbone's configuration.
 
     Raises:
-        InputError: it has none.
+        InputError: this backbone takes no weights.
     """
     key = next((name for name in _WEIGHTS if name in backbone), None)
     if key is None:
@@ -82,7 +83,7 @@ def find_weights_key(backbone: Any) -> str:
 
 
 def _list_harness_tasks(suite: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Of each of `lm_eval_tasks` a node; settings are one for all, or a mapping from task to its own."""
+    """A configuration for each of `lm_eval_tasks`. A setting has one value, or a mapping from task to value."""
     listed = suite["lm_eval_tasks"]
     names = [listed] if isinstance(listed, str) else list(map(str, listed or ()))
     if not names:
@@ -106,7 +107,7 @@ def _is_listed(experts: Any) -> bool:
 
 
 def _name_checkpoints(sources: Any, key: str, tasks: Mapping[str, Any]) -> dict[str, str]:
-    """Experts by the tasks that are learned; else checkpoints by given names, or by those of their folders."""
+    """Experts by the learned tasks. If there are none, checkpoints by their own names or their folders'."""
     from mergekit_lab.commands.sources import name_by_folder, read_sources
 
     read = read_sources(sources, key)
@@ -134,7 +135,7 @@ def _read_texts(texts: Any) -> dict[str, dict[str, Any]]:
 
 
 def _read_text(name: str, text: Any) -> dict[str, Any]:
-    """A task of a file with the columns `prompt` and `answer`, or of the given fields of `TextFile`."""
+    """A `TextFile` task of a file with the columns `prompt` and `answer`, or of given fields."""
     fields = dict(text) if isinstance(text, Mapping) else {"source": text}
     source = str(fields.get("source", ""))
     path = Path(source).expanduser()
@@ -146,7 +147,7 @@ def _read_text(name: str, text: Any) -> dict[str, Any]:
 
 
 def _add_choices(text: Mapping[str, Any]) -> dict[str, Any]:
-    """The same task, whose choices are the answers that it has, unless it names them."""
+    """The same task with its answers as choices, unless it has choices."""
     from mergekit_lab.tasks import PARTS, TextFile
 
     fields = {str(name): value for name, value in text.items() if name != "_target_"}

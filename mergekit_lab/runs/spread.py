@@ -1,4 +1,4 @@
-"""A stage spread over devices, with one worker process each."""
+"""Spread a stage over devices, with a worker process for each."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ log = logging.getLogger(__name__)
 
 
 def spread(run: Any, stage: Callable[[Any], None], nodes: Sequence[Node]) -> None:
-    """Make what a `Run` lacks in its worker processes, by a stage for each unit. A single one is left to this
-    process.
+    """Make the missing artifacts of a `Run` in its worker processes, which call `stage` for one unit each.
+
+    If only one unit is missing, nothing is done here, and this process makes it.
 
     Raises:
-        InputError: a user's mistake in one of them, after the others are done.
-        RuntimeError: another failure.
+        InputError: a unit failed by a user's mistake. Raised after the other units are done.
+        RuntimeError: another failure of a unit.
     """
     missing = [node.unit for node in nodes if node.unit and run.is_mine(node.unit) and not run.find(node)]
-    units = sorted(dict.fromkeys(missing), key=lambda unit: unit != "+joint")  # which takes longest
+    units = sorted(dict.fromkeys(missing), key=lambda unit: unit != "+joint")  # the longest first
     if len(units) < 2:
         return
     theirs = run.vary({"device": "cuda:0" if run.device.type == "cuda" else "cpu", "progress": False})
@@ -38,7 +39,7 @@ def spread(run: Any, stage: Callable[[Any], None], nodes: Sequence[Node]) -> Non
 
 
 def _work_in_process(run: Any, stage: Callable[[Any], None], unit: str) -> set[str]:
-    """In a worker: a stage for one unit."""
+    """Run a stage for one unit, in a worker. Returns the keys of what it made."""
     logging.getLogger("mergekit_lab").setLevel(logging.INFO)
     run.new_keys.clear()
     with run.work_on([unit]):

@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _SHORT = 12
 _OF_DATA = ("images", "indices", "heads")
-"""Kinds that are made of data or class names alone, and that all runs share."""
+"""Kinds that depend on data or class names alone. All runs share them."""
 
 
 def run_store(cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None:
-    """What `store.action` says.
+    """Carry out `store.action`.
 
     Raises:
-        InputError: an action that needs something else, or damage that `verify` found.
+        InputError: a setting that the action needs is missing or wrong, or `verify` found damage.
     """
     plain: Any = OmegaConf.to_container(cfg.store, resolve=True)
     check_group(plain, StoreSettings, ("store",))
@@ -62,7 +62,7 @@ def run_store(cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None
 
 
 def _select(store: Store, settings: StoreSettings, others: Sequence[Artifact] = ()) -> list[Artifact]:
-    """What `store.kind`, `store.key` and `store.older_than` leave of what is published, and of others."""
+    """The published artifacts, and `others`, that `store.kind`, `store.key` and `store.older_than` select."""
     artifacts = [a for a in (*store.list_artifacts(), *others) if settings.kind in (None, a.kind)]
     if settings.key is not None:
         artifacts = [a for a in artifacts if a.key.startswith(settings.key)]
@@ -100,7 +100,7 @@ def _describe(artifact: Artifact) -> str:
 
 
 def _verify(store: Store, settings: StoreSettings, cfg: DictConfig) -> None:
-    """Name what is not as it was published, and take it out where that is confirmed."""
+    """Report damaged artifacts; remove them with `store.confirm=true`."""
     chosen = _select(store, settings, list(find_unreadable(store)))
     wrong = find_damages(chosen)
     folders = list(dict.fromkeys(damage.folder for damage in wrong))
@@ -119,13 +119,13 @@ def _verify(store: Store, settings: StoreSettings, cfg: DictConfig) -> None:
 
 
 def _explain(run: Run, settings: StoreSettings) -> None:
-    """Why what this run wants was not found: what is nearest, and where it parts from it."""
+    """For each missing artifact of this run, log the most similar stored one and where they differ."""
     from mergekit_lab.runs.graph import list_nodes
 
     missing = [node for node in list_nodes(run) if settings.kind in (None, node.kind) and not run.find(node)]
     if not missing:
         log.info("everything that this run needs is in the store %s", run.store.root)
-    for node in [node for node in missing if node.kind == missing[0].kind]:  # the rest follows from it
+    for node in [node for node in missing if node.kind == missing[0].kind]:  # later kinds depend on these
         near = find_nearest(run.store, node.kind, node.content)
         what = f"{node.kind} {node.key[:_SHORT]} ({node.content.get('task', 'all tasks')})"
         if near is None:
@@ -171,8 +171,10 @@ def _read_path(settings: StoreSettings) -> Path:
 
 
 def _export(store: Store, settings: StoreSettings, cfg: DictConfig) -> None:
-    """One artifact as a folder: its files, a model card, the manifest with which it can be imported, and where
-    the configuration names its backbone, what a library needs to load it."""
+    """Export one artifact as a folder: its files, a model card, and the manifest by which it can be imported.
+
+    If the configuration names the artifact's backbone, the files that a library needs to load it are added.
+    """
     from mergekit_lab.checkpoints import check_push, make_folder, push_folder
 
     check_push(settings.push_to)
@@ -205,7 +207,7 @@ def _import(store: Store, settings: StoreSettings, cfg: DictConfig) -> None:
 
 
 def _read_results(store: Store, artifact: Artifact) -> dict[str, float]:
-    """What the store's evaluations of a model on test parts say: values by `task/metric`."""
+    """The stored scores of a model on test parts, by `task/metric`."""
     return {
         f"{each.content['task']}/{metric}": value
         for each in store.list_artifacts()
@@ -236,7 +238,7 @@ def _list_companions(cfg: DictConfig, artifact: Artifact, folder: Path) -> list[
 
 
 def make_card(artifact: Artifact, is_whole: bool, title: str, results: Mapping[str, float]) -> str:
-    """The README of an exported model, in the form of the hub."""
+    """The README of an exported model, with the hub's metadata."""
     content = json.dumps(artifact.content, indent=1, ensure_ascii=False)
     from mergekit_lab.checkpoints import escape_markdown, write_results
 
@@ -252,4 +254,4 @@ def make_card(artifact: Artifact, is_whole: bool, title: str, results: Mapping[s
 
 _OF_STORES = {"list": _list, "verify": _verify, "export": _export, "import": _import}
 _OF_RUNS = {"explain": _explain, "prune": _prune}
-"""By action: what a store holds, and what it holds for the composed run."""
+"""Functions by action: those that only need a store, and those that need the composed run."""

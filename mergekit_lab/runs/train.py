@@ -1,4 +1,4 @@
-"""One training of a run, in this process or in several."""
+"""One training of a run, in this process or in several together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
 
 CURVE = "curve.json"
-"""The course of a training, in its artifact."""
+"""The file of the training curve, in the artifact of a training."""
 
 
 IMPORTS = ("mergekit_lab.runs.finetune", "mergekit_lab.training.fit")
@@ -34,11 +34,11 @@ class Training:
     """How a model of a run is trained.
 
     Attributes:
-        title: what the log calls it.
-        tasks: what it learns.
-        optimizer: its configuration.
-        settings: planned.
-        fit: `loc` and `scale` of offsets that are fitted, else None.
+        title: its name in the log.
+        tasks: the tasks that it learns.
+        optimizer: the optimizer's configuration.
+        settings: planned settings.
+        fit: `loc` and `scale` of fitted offsets; None if offsets are not fitted.
     """
 
     run: Run
@@ -49,7 +49,7 @@ class Training:
     fit: Mapping[str, float] | None = None
 
     def make(self, workspace: Workspace) -> Mapping[str, Any]:
-        """Train, in as many processes as the run's strategy wants."""
+        """Train in this process, or in as many as the run's strategy asks for."""
         run, settings = self.run, self.settings
         budget = f"{settings.steps} steps" if settings.seconds is None else f"{settings.seconds:g} seconds"
         if run.trainer.strategy == "auto":
@@ -61,13 +61,13 @@ class Training:
         return run_together(Training.train, (self, workspace), devices)
 
     def train(self, workspace: Workspace) -> Mapping[str, Any]:
-        """Train in this process; where processes train together, every one calls this, and the first writes.
+        """Train in this process. If processes train together, each calls this, and the first writes the result.
 
-        Where the device's memory is too small, the micro-batches are halved, and training goes on from its last
-        checkpoint: the gradient is still that of the whole batch.
+        If memory runs out, the micro-batches are halved, and training continues from its last checkpoint. The
+        gradient is still that of the whole batch.
 
         Raises:
-            InputError: one sample at a time is too much.
+            InputError: one sample at a time does not fit.
         """
         info, _ = fit_memory(
             lambda accumulate: self._train(workspace, replace(self.settings, accumulate=accumulate)),
@@ -80,7 +80,7 @@ class Training:
         return info
 
     def _cut_finer(self, accumulate: int) -> int | None:
-        """More micro-batches a step; None where a batch cannot be cut, or processes share it."""
+        """Twice as many micro-batches; None if a batch cannot be cut further, or several processes share it."""
         if self.run.trainer.strategy != "auto" or accumulate >= self.settings.batch_size:
             return None
         return min(2 * accumulate, self.settings.batch_size)
@@ -119,7 +119,7 @@ class Training:
         return info | cost.measured
 
     def _collect_arguments(self) -> dict[str, Any]:
-        """Of `lightning.Trainer`; a process that trains alone does so on the run's device."""
+        """Arguments of `lightning.Trainer`. A process that trains alone trains on the run's device."""
         run = self.run
         devices: int | list[int] = run.processes
         if run.trainer.strategy == "auto":
