@@ -54,7 +54,6 @@ TERMS = {
         "chained_grams",
         "cross_task_linearity",
         "diagonal_fisher",
-        "disjoint_mean",
         "first_moment",
         "input_grams",
     ),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mergekit_lab.merging.blocks import cut_rows
 from mergekit_lab.merging.contract import Method, Segment, Site
-from mergekit_lab.merging.dropping import draw_uniform, drop_and_rescale, make_counters
+from mergekit_lab.merging.dropping import draw_uniform, make_counters, restore_norm
 from mergekit_lab.merging.sparsified import SparsifiedMethod
 from mergekit_lab.merging.ties import TIES
 from mergekit_lab.ranges import Share, require
@@ -67,7 +67,7 @@ class DELLA(SparsifiedMethod):
                 if self.rescale == "inverse":
                     row[part] = torch.where(keep[part], delta[part] / stay.to(delta.dtype), 0)
             if self.rescale == "l1":
-                row.copy_(drop_and_rescale(delta, keep, 0.0, "l1"))
+                row.copy_(restore_norm(delta, keep))
         return out
 
 

@@ -1,4 +1,4 @@
-"""Dropping entries of task vectors at random: masks that are the same on every device, and rescaling.
+"""Drop entries of task vectors at random, with masks that are the same on every device.
 
 Legend: `T` experts, `*S` a tensor's shape, `n` a flat block's length.
 """
@@ -237,18 +237,13 @@ def _load_draw() -> Callable[..., None] | None:
     return kernels.draw if same else None
 
 
-def drop_and_rescale(delta: Tensor, keep: Tensor, drop: float, rescale: str = "inverse") -> Tensor:
-    """Zero the entries outside `keep` and rescale the others.
+def restore_norm(delta: Tensor, keep: Tensor) -> Tensor:
+    """Zero the entries outside `keep`, and scale the others so that the L1 norm stays; 0 if none is kept.
 
     Args:
         delta: one expert's task vector of one tensor, any shape.
         keep: the same shape, true (or 1) where an entry stays.
-        drop: the probability with which entries were dropped, in [0, 1).
-        rescale: `"inverse"` divides by `1 − drop`; `"l1"` restores the L1 norm that `delta` had
-            (nothing kept stays zero).
     """
     kept = delta * keep
-    if rescale == "inverse":
-        return kept / (1 - drop)
     before, after = delta.abs().sum(), kept.abs().sum()
     return kept * torch.where(after > 0, before / after.where(after > 0, torch.ones_like(after)), after)

@@ -88,7 +88,11 @@ def find_ratio(gram: Tensor) -> Tensor:
     norms = torch.where(norms == 0, 1, norms)
     cosines = (gram / norms[..., None] / norms[..., None, :]).clamp(-1, 1)
     first, second = torch.tril_indices(experts, experts, offset=-1)
-    cosine = cosines[..., first, second].mean(dim=-1)
+    return compute_ratio(cosines[..., first, second].mean(dim=-1), experts)
+
+
+def compute_ratio(cosine: Tensor, experts: int) -> Tensor:
+    """`r = N cos θ / (1 + (N−1) cos θ)`; 0 where the denominator is."""
     below = 1 + (experts - 1) * cosine
     singular = below.abs() < _SINGULAR
     return torch.where(singular, 0, experts * cosine / torch.where(singular, 1, below))

@@ -74,32 +74,24 @@ def elect(votes: Tensor, election: str) -> Tensor:
     return (votes.sign() if election == "frequency" else votes).sum(dim=0).sign_()
 
 
-def disjoint_mean(values: Tensor, agree: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Of `values` `[T, n]` the mean of those that agree with the elected sign; 0 where none does.
-
-    Args:
-        values: `λ_t δ_t`, trimmed.
-        agree: 1 where an expert does, else 0, shaped like `values`.
-        weights: `λ` `[T]`: divide by the sum of theirs; None: by their number.
-    """
-    shares = agree.sum(dim=0) if weights is None else weights @ agree
-    return (values * agree).sum(dim=0).div_(shares.add_(1 - shares.abs().sign_()))
-
-
 def aggregate(values: Tensor, agree: Tensor, aggregator: str, weights: Tensor | None = None) -> Tensor:
-    """Step 3: one entry from those that agree with the elected sign: their sum, mean or largest in magnitude.
+    """Step 3: merge each entry from the experts that agree with its elected sign; 0 where none does.
 
     Args:
-        values, agree, weights: see `disjoint_mean`; only the mean reads the weights.
-        aggregator: "sum", "max" or "mean".
+        values: `λ_t δ_t` `[T, n]`, trimmed.
+        agree: 1 where an expert agrees, else 0, shaped like `values`.
+        aggregator: "sum", "mean", or "max", the largest in magnitude.
+        weights: `λ` `[T]`, whose sum over the agreeing experts divides the mean; None: their number does.
     """
-    if aggregator == "mean":
-        return disjoint_mean(values, agree, weights)
     values = values * agree
+    if aggregator == "max":
+        most, least = values.amax(dim=0), values.amin(dim=0)
+        return torch.where(most >= -least, most, least)
+    total = values.sum(dim=0)
     if aggregator == "sum":
-        return values.sum(dim=0)
-    most, least = values.amax(dim=0), values.amin(dim=0)
-    return torch.where(most >= -least, most, least)
+        return total
+    shares = agree.sum(dim=0) if weights is None else weights @ agree
+    return total.div_(shares.add_(1 - shares.abs().sign_()))
 
 
 class _TIESSurvey:

@@ -47,7 +47,8 @@ from mergekit_lab.merging import (
 from mergekit_lab.merging.breadcrumbs import keep_middle
 from mergekit_lab.merging.contract import Blocks
 from mergekit_lab.merging.della import assign_probabilities
-from mergekit_lab.merging.dropping import Counters, draw_uniform, drop_and_rescale, make_counters
+from mergekit_lab.merging.dropping import Counters, draw_uniform, make_counters, restore_norm
+from mergekit_lab.merging.model_stock import compute_ratio
 from mergekit_lab.merging.selection import keep_largest
 from mergekit_lab.merging.sparsified import SparsifiedMethod
 from mergekit_lab.ranges import require
@@ -313,7 +314,7 @@ class Thinned(SparsifiedMethod):
                 rows.append(delta * density)
             else:
                 kept = self._draw_kept(position, delta, make_counters(self.seed, expert, site.segments))
-                rows.append(drop_and_rescale(delta, kept, 0.0, "l1" if self.rescale else "inverse"))
+                rows.append(restore_norm(delta, kept) if self.rescale else delta * kept)
         return torch.stack(rows)
 
     def _draw_kept(self, position: int, delta: Tensor, draws: Sequence[Counters]) -> Tensor:
@@ -343,8 +344,5 @@ class _MergekitStock(ModelStock):
             for i in range(experts)
             for j in range(i + 1, experts)
         ]
-        cosine = torch.stack(cosines).mean(dim=0)
-        below = 1 + (experts - 1) * cosine
-        singular = below.abs() < _SHORT
-        ratio = torch.where(singular, 0, experts * cosine / torch.where(singular, 1, below))
+        ratio = compute_ratio(torch.stack(cosines).mean(dim=0), experts)
         return (ratio.unsqueeze(-1) * filters.mean(dim=0)).view(base.shape)
