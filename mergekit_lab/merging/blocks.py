@@ -21,43 +21,48 @@ from mergekit_lab.merging.transfers import fill, send_whole
 from mergekit_lab.prefetch import prefetch
 
 CPU_BLOCK = 1 << 18
-"""Entries of a tensor handed over at a time on a CPU: few enough that T of them in float32 stay in its cache,
-enough that its threads seldom wait for each other between two operations."""
+"""Entries of a block on a CPU: few enough that T blocks in float32 stay in the cache, and enough that threads
+seldom wait for each other between two operations."""
 DEVICE_BLOCK = 1 << 23
-"""The same on an accelerator, where few large launches are faster; small tensors are pooled up to it. Half of
-it where the host feeds it, because many workers hold a block each."""
+"""Entries of a block on an accelerator, where few large launches are faster. Small tensors are pooled up to
+this size. If the host feeds the device, blocks have half the size, because each of many workers holds one."""
 
 
 def size_block(device: torch.device) -> int:
-    """Entries of a tensor that are worked on at a time."""
+    """Entries of a block on this device."""
     return CPU_BLOCK if device.type == "cpu" else DEVICE_BLOCK
 
 
 def cut_rows(rows: int, width: int, device: torch.device) -> Iterator[slice]:
-    """Rows of a width, as many at a time as `size_block` has entries for."""
+    """Slices of `rows` rows, each with as many rows of this width as a block has room for."""
     step = max(1, size_block(device) // max(1, width))
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 _AHEAD = 8
-"""Blocks that are read from the host's memory before an accelerator asks for them."""
+"""Blocks that are read ahead from the host's memory for an accelerator."""
 
 Notes = dict[str, dict[str, object]]
 
 
 @dataclass(frozen=True)
 class Reader:
-    """The inputs in pieces, on one device. A `Stream` for surveys.
+    """Reads a merge's inputs in pieces, onto one device. Surveys get it as their `Stream`.
+
+    Inputs that must not be merged (NaN, infinity, a negative Fisher) are found late on purpose. Each check
+    (`expect_finite`, …) leaves a 0-d boolean on the device, together with a function that raises the error.
+    `settle` reads all booleans at once, so that an accelerator is waited for once and not for every block. On a
+    CPU every check settles at once.
 
     Attributes:
         inputs: what is read.
-        method: for whom.
+        method: the method that merges it.
         device: where blocks go.
-        changes: made to the task vectors of every block of a survey.
+        changes: applied to the task vectors of every block of a survey.
         notes: the method's diagnostics.
-        sharing: the devices among which a survey may be split; one may be named more than once.
-        subset: the tensors that a survey goes through; None for all that are merged.
-        turn: held by whoever factorizes on the device; its workers read meanwhile.
+        sharing: the devices that may share a survey. One may be listed more than once.
+        subset: the tensors of a survey; None: all that are merged.
+        turn: the device's lock for factorizations. Other workers of the device read meanwhile.
     """
 
     inputs: Inputs
@@ -87,7 +92,7 @@ class Reader:
 
     @cached_property
     def block(self) -> int:
-        """Entries of a flat block at most."""
+        """The most entries of a flat block."""
         return size_block(self.device) >> self.fed
 
     def map(self, change: Callable[[str, Tensor, Site], Tensor]) -> Self:
@@ -130,7 +135,7 @@ class Reader:
             yield piece[0].name, deltas, site
 
     def _read_blocks(self) -> Iterator[tuple[list[Segment], Tensor]]:
-        """Every block's task vectors; an accelerator's are read from the host while it works on others."""
+        """Every block with its task vectors. For an accelerator, they are read ahead from the host's memory."""
         pieces = self.cut(self.names)
         if not self.fed:
             reader = self if self._resident else replace(self)
@@ -152,17 +157,17 @@ class Reader:
 
     @cached_property
     def fed(self) -> bool:
-        """Whether an accelerator works on what lies in the host's memory."""
+        """Whether this is an accelerator whose inputs are in the host's memory."""
         home = self.inputs.home
         return self.device.type != "cpu" and home is not None and home.type == "cpu"
 
     @cached_property
     def _resident(self) -> bool:
-        """Whether the inputs lie in an accelerator's memory: then all stay open, which costs nothing."""
+        """Whether the inputs are in this accelerator's memory, so that keeping them open costs nothing."""
         return self.device.type != "cpu" and self.inputs.home == self.device and not self.inputs.computed
 
     def cut(self, names: Sequence[str]) -> Iterator[list[Segment]]:
-        """Flat blocks: of one tensor each, or of several small ones where the method allows it."""
+        """Cut tensors into flat blocks: of one tensor each, or of several small ones if the method pools."""
         block, pools = self.block, self.pools
         pool: list[Segment] = []
         room = 0
@@ -186,7 +191,7 @@ class Reader:
         return self.method.pools and not self._weighs_by_tensor and self.device.type != "cpu"
 
     def read(self, piece: list[Segment]) -> tuple[Tensor, Tensor]:
-        """`θ0 [n]` and `δ [T, n]` of a block; on a CPU valid until this reader reads the next one."""
+        """`θ0` `[n]` and `δ` `[T, n]` of a block. On a CPU they are valid until the next block is read."""
         first, *rows = zip(*map(self._read_segment, piece), strict=True)
         size = sum(s.stop - s.start for s in piece)
         base, deltas = self._allocate("base", 1, size), self._allocate("deltas", len(rows), size)
@@ -204,7 +209,7 @@ class Reader:
         return base[0], deltas.sub_(base)
 
     def _read_segment(self, segment: Segment) -> list[Tensor]:
-        """The segment of the base and of every expert: whole tensors in their own shape, ranges flat."""
+        """A segment of the base and of every expert: a whole tensor in its own shape, or a flat range."""
         size = segment.stop - segment.start
         rows = self._rows.get(segment.name)
         if rows is None:
@@ -217,7 +222,7 @@ class Reader:
         return rows if size == rows[0].numel() else [row.narrow(0, segment.start, size) for row in rows]
 
     def _allocate(self, use: str, rows: int, size: int) -> Tensor:
-        """`[rows, size]`; on a CPU the same memory for every block, because new pages cost more than the
+        """An uninitialized `[rows, size]`. On a CPU all blocks reuse one buffer: new pages cost more than the
         arithmetic.
         """
         if self.device.type != "cpu":
@@ -227,11 +232,11 @@ class Reader:
         return self._memory[use][: rows * size].view(rows, size)
 
     def read_base(self, name: str) -> Tensor:
-        """`θ0 [*S]` of a tensor, on the device in its own dtype: not to be changed."""
+        """`θ0` `[*S]` of a tensor, on the device in its own dtype. Do not write into it."""
         return send_whole(self.inputs.base[name], self.device)
 
     def read_deltas(self, name: str, base: Tensor) -> Tensor:
-        """`δ [T, *S]` of a tensor from its `θ0`."""
+        """`δ` `[T, *S]` of a tensor, given its `θ0`."""
         deltas = self._stack([[e[name].reshape(-1)] for e in self.inputs.experts.values()])
         deltas.sub_(base.reshape(-1).to(deltas.dtype))
         self.expect_finite([name], deltas)
@@ -243,7 +248,7 @@ class Reader:
         return self.make_site([whole], self._read_late(sides), survey)
 
     def make_member_site(self, name: str, number: int, survey: Any) -> Site:
-        """What belongs to one matrix of a stack, as if it were a tensor; its weights are the stack's."""
+        """The site of one matrix of a stack, as if it were a tensor. Its weights are the stack's."""
         stack = self.inputs.stacks[name]
         member, size = stack.members[number], math.prod(stack.shape)
         part = Segment(name, number * size, (number + 1) * size)
@@ -263,7 +268,7 @@ class Reader:
         survey: Any = None,
         tensor: Any = None,
     ) -> Site:
-        """What belongs to a block."""
+        """The site of a block."""
         name = segments[0].name
         weights, unit = self._resolve_weights(name)
         transposed = name in self.inputs.transposed
@@ -277,7 +282,7 @@ class Reader:
         return note
 
     def _resolve_weights(self, name: str) -> tuple[Tensor, bool]:
-        """`λ` of a tensor, and whether all are 1; made once unless they differ between tensors."""
+        """`λ` of a tensor, and whether all are 1. Computed once, unless weights differ between tensors."""
         key = name if self._weighs_by_tensor else ""
         if key not in self._known_weights:
             values = self.method.weigh_experts(self.experts, name)
@@ -290,7 +295,7 @@ class Reader:
         return self.method.weights_by_tensor
 
     def read_block_sides(self, piece: list[Segment]) -> dict[str, Tensor]:
-        """The side inputs of a block, `[T, n]` by kind."""
+        """The side inputs of a block by kind, `[T, n]` each."""
         by_segment = [(s, self.inputs.read_sides(s.name)) for s in piece]
         sides = {}
         for kind in by_segment[0][1]:
@@ -300,7 +305,7 @@ class Reader:
         return sides
 
     def _read_late(self, sides: Mapping[str, tuple[str, list[Tensor]]]) -> Mapping[str, Tensor]:
-        """Whole side inputs by kind, from a tensor's name and each expert's own; see `_Sides`."""
+        """A tensor's whole side inputs by kind, given its name there and each expert's tensor; see `_Sides`."""
 
         def read(kind: str, name: str, rows: list[Tensor]) -> Tensor:
             values = self._stack([[row.reshape(-1)] for row in rows]).view(len(rows), *rows[0].shape)
@@ -311,7 +316,7 @@ class Reader:
         return late if self.device.type == "cpu" else dict(late)
 
     def _check_side(self, kind: str, names: list[str], values: Tensor) -> None:
-        """Finite, and for a Fisher not negative; `values` are `[T, …]`."""
+        """Expect side inputs `[T, …]` to be finite, and a Fisher to be at least 0."""
         if not values.numel():
             return
         low, high = torch.aminmax(values)
@@ -327,17 +332,17 @@ class Reader:
         return out
 
     def expect_finite(self, names: list[str], deltas: Tensor) -> None:
-        """Doubt them unless all of `[T, n]` are finite."""
+        """Expect all entries of `[T, n]` to be finite; `settle` raises if one is not."""
         if self.device.type == "cpu" and math.isfinite(deltas.sum()):
-            return  # where an entry is not, their sum is not; a sum that overflows is looked into
+            return  # the sum is not finite if an entry is not; it may also overflow, so that is checked below
         size = deltas.shape[1]
         zeros = self._zeros[:size] if size <= self.block else deltas.new_zeros(size)
-        # 0·x is NaN where x is not finite: one pass without a mask, much faster than isfinite on a CPU
+        # 0·x is NaN if x is not finite. This takes one pass without a mask, much faster than isfinite on a CPU
         self._doubt((deltas @ zeros).isnan().any(), partial(self.inputs.refuse_non_finite, names))
 
     def expect_finite_result(self, name: str, merged: Tensor) -> None:
-        """Doubt a tensor's whole result `[*S]`, which may overflow where its inputs did not."""
-        largest = torch.linalg.vector_norm(merged, math.inf)  # NaN where an entry is; needs no memory
+        """Expect a tensor's whole result `[*S]` to be finite. It may overflow although its inputs did not."""
+        largest = torch.linalg.vector_norm(merged, math.inf)  # NaN if an entry is NaN; needs no memory
         self._doubt(~largest.isfinite(), partial(self.inputs.refuse_non_finite, [name]))
 
     @cached_property
@@ -345,16 +350,19 @@ class Reader:
         return torch.zeros(self.block, dtype=self.inputs.compute, device=self.device)
 
     def _doubt(self, doubt: Tensor, refuse: Callable[[], None]) -> None:
-        """`refuse` reads again what it names: a doubt holds no block."""
+        """Keep a check for `settle`: if the 0-d boolean `doubt` is true, `refuse` raises the error.
+
+        `refuse` reads the inputs again to name the tensor, so that no block must be kept until then.
+        """
         self._doubts.append((doubt, refuse))
         if self.device.type == "cpu":
             self.settle()
 
     def settle(self) -> None:
-        """Raise for what was read so far and may not be merged; until then an accelerator is not waited for.
+        """Evaluate all checks since the last call. This waits for an accelerator.
 
         Raises:
-            InputError: NaN or infinite entries, a negative Fisher.
+            InputError: NaN or infinite entries, or a negative Fisher.
         """
         doubts, self._doubts[:] = list(self._doubts), []
         if doubts and bool(torch.stack([doubt for doubt, _ in doubts]).any()):
@@ -364,7 +372,7 @@ class Reader:
 
 
 class _Sides(UserDict[str, Any]):
-    """A tensor's side inputs, read when they are asked for: factorizations before that need the memory."""
+    """A tensor's side inputs, each read when it is accessed: factorizations before that need the memory."""
 
     def __getitem__(self, kind: str) -> Tensor:
         values: Tensor = self.data[kind]()

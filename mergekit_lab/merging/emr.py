@@ -5,9 +5,8 @@ the sign of the sum, and the largest of the magnitudes that have it, which is th
 entries `M_t` where an expert's own sign is that of `τ`. Rescale: `γ_t = Σ|δ_t| / Σ|M_t ∘ τ|`, over the whole
 model.
 
-Reference: harveyhuang18/EMR_Merging (`emr_merge`). Its rescalers are the quotients of sums of every tensor's
-mean
-magnitude: preset `"authors"`; the paper's formula, over all entries alike, is preset `"paper"`.
+Reference: harveyhuang18/EMR_Merging (`emr_merge`). Its rescalers divide sums of every tensor's mean magnitude:
+preset `"authors"`. The paper's formula, over all entries alike, is preset `"paper"`.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which tensors of a merge are worked on together, and the workers that do it, one or several a device."""
+"""Plan which tensors of a merge are worked on together, and run these jobs by workers on each device."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -17,19 +17,20 @@ from mergekit_lab.merging.contract import Method
 from mergekit_lab.merging.spectral import SpectralMethod
 
 STACK_BYTES = 1 << 30
-"""Task vectors that an accelerator factorizes in one call, or keeps from one pass over a tensor to the next."""
+"""Bytes of task vectors that an accelerator factorizes in one call, or keeps between two passes."""
 
 
 def plan_jobs(reader: Reader) -> list[list[str]]:
     """The merged tensors in groups that are worked on together.
 
-    They are the same however many devices share them: a matrix is rounded otherwise in a stack of another size.
+    The groups do not depend on the number of devices, because a matrix is rounded differently in a stack of
+    another size.
     """
     names: Sequence[str] = reader.inputs.merged
     specs = reader.inputs.base.specs
     method = reader.method
     if reader.device.type == "cpu":
-        if isinstance(method, SpectralMethod):  # the cheapest first: a bar moves at once
+        if isinstance(method, SpectralMethod):  # the cheapest first, so that a progress bar moves at once
             names = sorted(names, key=lambda name: count_work(method, name, specs[name].shape))
         return [[name] for name in names]
     if isinstance(method, SpectralMethod):
@@ -52,21 +53,22 @@ def plan_jobs(reader: Reader) -> list[list[str]]:
             shape = specs[part[0]].shape
             return len(part) * math.prod(shape) * min(shape[-2:])
 
-        # the longest first, or several devices would wait for the one that has it
+        # the longest first, else several devices would wait for the one that works on it
         return [*sorted(stacks, key=work, reverse=True), *_pool(others, reader)]
     return _pool(names, reader) if reader.pools else [[name] for name in names]
 
 
 def count_members(reader: Reader, entries: int) -> int:
-    """Matrices of so many entries that are factorized together."""
+    """How many matrices with so many entries are factorized together."""
     size = 4 * len(reader.experts) * entries
     return 1 if reader.device.type == "cpu" else max(1, STACK_BYTES // max(1, size))
 
 
 def count_work(method: Method, name: str, shape: Sequence[int]) -> int:
-    """What a tensor costs next to others of the same merge.
+    """A tensor's cost, relative to others of the same merge.
 
-    A factorization reduces to the square of the smaller side, and works on that three times as long.
+    A factorization first reduces a matrix to a square of its smaller side, then works three times as long on
+    each entry of that.
     """
     size = math.prod(shape)
     if not isinstance(method, SpectralMethod) or not method.is_matrix(name, shape):
@@ -76,7 +78,7 @@ def count_work(method: Method, name: str, shape: Sequence[int]) -> int:
 
 
 def _pool(names: Sequence[str], reader: Reader) -> list[list[str]]:
-    """Neighbors together up to a block's size."""
+    """Group neighbors up to a block's size."""
     specs = reader.inputs.base.specs
     jobs: list[list[str]] = []
     room = 0
@@ -95,7 +97,7 @@ Job = Callable[[Reader, list[str]], Results]
 
 
 def _attempt(run: Job, reader: Reader, names: list[str]) -> Results:
-    """A job, with an error that names its tensors where LAPACK gives up."""
+    """Run a job. If LAPACK gives up, the error names the job's tensors."""
     try:
         return run(reader, names)
     except torch.linalg.LinAlgError as error:
@@ -107,7 +109,7 @@ def _attempt(run: Job, reader: Reader, names: list[str]) -> Results:
 
 
 def run_jobs(readers: list[Reader], run: Job) -> Iterator[Results]:
-    """The jobs' results as they end. A device has one worker, or several if one cannot keep it busy."""
+    """The jobs' results as they finish. A device has several workers if one cannot keep it busy."""
     jobs = plan_jobs(readers[0])
     counts = [count_workers(each) for each in readers]
     readers = [
@@ -148,8 +150,11 @@ def run_jobs(readers: list[Reader], run: Job) -> Iterator[Results]:
 
 
 def _open_stream(reader: Reader) -> torch.cuda.Stream | None:
-    """A stream for a worker whose inputs and results lie in the host's memory, or its transfers would wait for
-    what the device's other workers compute. It begins when the survey, made in another stream, is there."""
+    """A CUDA stream of its own for a worker that the host feeds.
+
+    In a shared stream, its transfers would wait for the arithmetic of the device's other workers. The device is
+    synchronized first, because the survey was made in another stream.
+    """
     if not reader.fed or reader.device.type != "cuda":
         return None
     torch.cuda.synchronize(reader.device)
@@ -157,7 +162,7 @@ def _open_stream(reader: Reader) -> torch.cuda.Stream | None:
 
 
 def _run_alone(reader: Reader, jobs: list[list[str]], run: Job) -> Iterator[Results]:
-    """One worker. An accelerator is waited for now and then only: it gets jobs while it works on others."""
+    """Run all jobs by one worker. It settles only every few jobs, so that an accelerator always has work."""
     every = 1 if reader.device.type == "cpu" else _UNSETTLED
     for number, job in enumerate(jobs, start=1):
         result = _attempt(run, reader, job)
@@ -167,12 +172,15 @@ def _run_alone(reader: Reader, jobs: list[list[str]], run: Job) -> Iterator[Resu
 
 
 _UNSETTLED = 8
-"""Jobs an accelerator is given before their inputs must have been found sound."""
+"""Jobs that an accelerator gets between two checks of their inputs."""
 
 
 def count_workers(reader: Reader) -> int:
-    """Threads on one device: a core each for blocks on a CPU, where torch's own threads would wait for each
-    other; some on an accelerator that is fed from the host, so that reading and arithmetic overlap."""
+    """The number of workers, which are threads, on one device.
+
+    Elementwise methods have one for each core of a CPU, because torch's own threads would wait for each other.
+    An accelerator that the host feeds has several, so that reading and arithmetic overlap.
+    """
     if reader.inputs.computed:
         return 1
     cores = count_cores()
@@ -190,4 +198,4 @@ FEEDERS = 8
 
 
 _READERS = 3
-"""Workers of a matrix method: one factorizes while the others read its next stacks and write its last."""
+"""Workers of a matrix method: one factorizes while the others read the next stacks and write the last."""

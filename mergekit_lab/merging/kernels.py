@@ -1,4 +1,4 @@
-"""Inner loops that are slow with only torch's operations, on a CPU or a GPU.
+"""Count digits of magnitudes: inner loops that torch's operations alone would make slow.
 
 Legend: `T` experts, `n` a flat block's length.
 """
@@ -11,11 +11,11 @@ from torch import Tensor
 from mergekit_lab.triton_kernels import load_kernels
 
 BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
-"""The integers that have a number's bits."""
+"""The integer type with the same number of bits."""
 
 
 def to_array(values: Tensor) -> Any:
-    """The values as NumPy sees them on a CPU, where it is many times as fast with bits; else themselves."""
+    """The values as a NumPy array on a CPU, where NumPy's bit operations are much faster; else unchanged."""
     return values.numpy() if values.device.type == "cpu" else values
 
 
@@ -25,7 +25,7 @@ class DigitCounts:
     A magnitude is a number's bits without the sign; `known` of them, from the left, are the prefix.
 
     Args:
-        prefix: `[T]`, int64, one an expert; not looked at where `known` is 0.
+        prefix: `[T]`, int64, one for each expert. It is not read if `known` is 0.
         known: bits of the prefix.
         width: bits of the digit.
     """
@@ -63,11 +63,11 @@ def _count_row(counts: Tensor, row: Tensor, prefix: int, known: int, width: int)
 
 
 _CROWDED = 11
-"""Digits up to so many bits are counted in several counters at once: most numbers share a few exponents, and a
-GPU's threads would wait for each other at their counters."""
+"""Digits of up to so many bits have several copies of each counter. Most numbers share a few exponents, so a
+GPU's threads would wait for each other at a single copy."""
 _COPIES = 64
 
 
 def load_gpu_kernels() -> Any:
-    """`gpu_kernels`; None if they cannot run."""
+    """The module `gpu_kernels`; None if its kernels cannot run here."""
     return load_kernels(f"{__package__}.gpu_kernels", "torch trims and drops entries")

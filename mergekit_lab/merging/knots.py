@@ -6,8 +6,8 @@ by TIES or another method, and multiplied back.
 
 Reference: gstoica27/KnOTS (`SVDMerger`), which merges `ΣV_tᵀ`, trims them over all layers at once and leaves
 out directions with `σ ≤ 1e-5`: preset `"authors"`. The paper's formula merges `V_tᵀ`, as
-apanariello4/core-space-merging does: preset `"paper"`. They differ where magnitudes
-of different rows are compared, as by TIES' trimming.
+apanariello4/core-space-merging does: preset `"paper"`. They differ if the inner method compares magnitudes of
+different rows, as TIES' trimming does.
 """
 
 from dataclasses import dataclass, field

@@ -1,15 +1,18 @@
-"""Tensors that hold the matrices of a mixture's experts: `[E, out, in]`, or `[E, in, out]`.
+"""Find tensors that stack the matrices of a mixture's experts: `[E, out, in]` or `[E, in, out]`.
 
-transformers 5 has them so in memory, and many models on disk. They are known by their names, because 1-D
-convolutions have such shapes, too: three dimensions right under `experts` or MLX's `switch_mlp`, or a
-`down_proj` and the like, or an `input_linear` or `output_linear` (GraniteMoE, JetMoe). Two dimensions are the
-experts' biases, or DBRX's matrices end to end, `[E·m, n]`. A method that looks at matrices
-(`Method.by_matrix`) gets the members one by one, under the names that they have in a file with a tensor for
-each expert: both layouts of a model merge to the same.
+transformers 5 keeps them so in memory, and many models on disk. A method that looks at matrices
+(`Method.by_matrix`) gets the members one by one, under the names that they have in files with one tensor for
+each expert. So both layouts of a model merge to the same weights.
 
-A `gate_up_proj` `[E, 2·m, n]` is two matrices per expert, the gate's rows before the others'; so is an
-`input_linear` that gives twice what its `output_linear` takes. Stored as `[E, n, 2·m]`, which no such file has,
-it is one: gpt-oss interleaves the two.
+Stacks are recognized by name, because 1-D convolutions have such shapes too:
+
+- a 3-D tensor directly under `experts` or MLX's `switch_mlp`; a 2-D one there holds the experts' biases,
+- a 3-D `down_proj`, `up_proj`, … or an `input_linear` or `output_linear` (GraniteMoE, JetMoe),
+- DBRX's `[E·m, n]`, the experts' matrices below each other.
+
+A `gate_up_proj` `[E, 2·m, n]` is two matrices for each expert, the gate's rows first. So is an `input_linear`
+with twice as many outputs as its `output_linear` has inputs. Stored as `[E, n, 2·m]` it counts as one matrix,
+because gpt-oss interleaves the two.
 """
 
 import re
@@ -21,19 +24,19 @@ _LINEAR = re.compile(
     r"(?P<parent>.*)\.(?P<leaf>(?:(?:input|output)_linear|(?:gate|up|gate_up|down)_proj)\.weight)"
 )
 _LEAF = re.compile(r"(.*)[._](weight|bias)")
-"""A module, and the kind of its parameter."""
+"""A module's name, and the kind of its parameter."""
 _DBRX = re.compile(r"(?P<block>.*)\.experts\.mlp\.(?P<leaf>w1|v1|w2)")
 _PAIRS = {"gate_up_proj": "down_proj", "input_linear": "output_linear", "fc1": "fc2"}
-"""What a mixture's experts project up with, gate and all, and what then projects down."""
+"""The projections of a mixture's experts: up (with the gate, where there is one) and down."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """One tensor's members, end to end in memory.
+    """The matrices in one tensor, end to end in memory.
 
     Attributes:
-        members: their names.
-        shape: of each: `[m, n]`, or `[n]` of biases.
+        members: the names of the matrices.
+        shape: the shape of each: `[m, n]`, or `[n]` for biases.
         transposed: whether they are stored as [in, out].
     """
 
@@ -43,7 +46,7 @@ class Stack:
 
 
 def find_stacks(shapes: Mapping[str, Sequence[int]]) -> dict[str, Stack]:
-    """The stacks among tensors of these names and shapes: all of a model's, as they tell of each other."""
+    """The stacks among all tensors of a model. Some are recognized by the shapes of others."""
     stacks = {}
     for name, shape in shapes.items():
         stack = _find_stack(name, shape, shapes) or _find_flat_stack(name, shape, shapes)
@@ -72,7 +75,7 @@ def _find_stack(name: str, shape: Sequence[int], shapes: Mapping[str, Sequence[i
 
 
 def _find_flat_stack(name: str, shape: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> Stack | None:
-    """DBRX's: the rows of all experts below each other, as many as its router knows; Mixtral's names."""
+    """DBRX's stacks: the rows of all experts below each other. Members get the names of Mixtral's."""
     match = _DBRX.fullmatch(name)
     router = shapes.get(f"{match['block']}.router.layer.weight", ()) if match else ()
     if match is None or len(shape) != 2 or not router or shape[0] % router[0]:
@@ -83,8 +86,10 @@ def _find_flat_stack(name: str, shape: Sequence[int], shapes: Mapping[str, Seque
 
 
 def _find_layout(parent: str, module: str, shapes: Mapping[str, Sequence[int]]) -> tuple[bool, bool]:
-    """Whether what projects up is gate and up in one, the gate's rows first, and whether both are stored as
-    [in, out]: what one projection gives, the other takes."""
+    """Whether the up projection contains the gate, with its rows first; and whether both are stored [in, out].
+
+    Both follow from shapes: the up projection's outputs are the down projection's inputs.
+    """
     for first, second in _PAIRS.items():
         if module.endswith((first, second)):
             before = f"{parent}.{module.removesuffix(first).removesuffix(second)}"

@@ -1,4 +1,4 @@
-"""Memory for a merge's results, and how its inputs reach a device."""
+"""Allocate a merge's results, and copy its inputs to a device."""
 
 import math
 import mmap
@@ -11,9 +11,11 @@ from torch import Tensor
 
 
 def allocate_result(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialized tensor. On a CPU a large one has pages of its own, which the system has back as soon as
-    it is freed: malloc keeps up to half a gigabyte of freed results. They are large where the system allows it:
-    to get small ones takes a fifth of the time of a merge.
+    """An uninitialized tensor for a result.
+
+    On a CPU, a large result gets its own pages by `mmap`, which return to the system as soon as it is freed.
+    malloc would keep up to half a gigabyte of freed results. Huge pages are used if the system allows them,
+    because getting small ones takes a fifth of a merge's time.
     """
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < _OWN_PAGES or not hasattr(mmap, "MAP_PRIVATE"):
@@ -26,13 +28,14 @@ def allocate_result(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
 
 
 _OWN_PAGES = 1 << 20
-"""Bytes of a result from which it has pages of its own."""
+"""Results of at least so many bytes get their own pages."""
 
 
 def fill(out: Tensor, rows: Sequence[Sequence[Tensor]]) -> None:
-    """Copy the parts of each row, end to end, into a row of `out` `[rows, n]`, which is contiguous.
+    """Copy the parts of each row, end to end, into a row of the contiguous `out` `[rows, n]`.
 
-    On one device all at once. From another device a row at a time, because it holds pinned memory meanwhile.
+    Rows on `out`'s device are copied together. Rows from another device are sent one at a time, because each
+    needs pinned memory.
     """
     if any(row[0].device != out.device for row in rows):
         for slot, row in zip(out, rows, strict=True):
@@ -49,9 +52,10 @@ def fill(out: Tensor, rows: Sequence[Sequence[Tensor]]) -> None:
 
 
 def send(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The parts, end to end, on another device, in their own dtype: converted there, half as much is sent.
+    """Send the parts, end to end, to another device in their own dtype.
 
-    From the host they go through pinned memory, so that nobody waits for the transfer.
+    The receiver converts them, because 16-bit parts are half as large as float32. From the host they go through
+    pinned memory, so that the transfer is asynchronous.
     """
     from_host = parts[0].device.type == "cpu" and device.type == "cuda"
     dtype = reduce(torch.promote_types, {part.dtype for part in parts})
@@ -65,5 +69,5 @@ def send(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def send_whole(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device: itself if it is there."""
+    """A tensor on a device; the tensor itself if it is already there."""
     return tensor if tensor.device == device else send([tensor], device).view(tensor.shape)
