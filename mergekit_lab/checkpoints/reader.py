@@ -139,8 +139,8 @@ def _open_lone_file(label: str, path: Path) -> Checkpoint:
             f"({join_names(file.name for file in visible) or 'it is empty'}){hint}"
         )
     if len(lone) != 1:
-        shards = any(re.search(r"-\d+-of-\d+$", file.stem) for file in lone)
-        way = "their index is missing" if shards else "name one file"
+        parts = any(re.search(r"-\d+-of-\d+$", file.stem) for file in lone)
+        way = "their index is missing" if parts else "name one file"
         raise InputError(
             f"{label}: the folder {path} holds {len(files)} {kind} files and no "
             f"{TRANSFORMERS.weights[0]}: {way}"
