@@ -58,6 +58,8 @@ SPREAD = 4
 """Processes of `device=spread` on a CPU at most: each takes a gigabyte."""
 _ERASE = "\r\x1b[2K"
 """Begins a line anew in a terminal, where another process draws a bar."""
+_OF_CLASSES = ("backbone", "finetuning", "optimizer", "optimizer_of", "mergers", "merger")
+"""Keys whose classes may come from outside, and enter keys of artifacts."""
 _ONCE_A_SWEEP = ("finetune", "curvature")
 """Stages whose artifacts a sweep tries once: they take long, and many jobs share them."""
 
@@ -112,6 +114,7 @@ class Run:
         self.mergers = build_mergers(mergers, self.search, self.experts)
         self.only: list[str] | None = plain["only"]
         check_units(self)
+        describe_code([plain[name] for name in _OF_CLASSES])  # now, for files may be edited while the run works
         self.tracker = build(cfg.logger, Tracker)
         self.timings: dict[str, Timing] = {}
         self.new_keys: set[str] = set()
