@@ -49,7 +49,7 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
     if "store" in wanted:
         from mergekit_lab.runs.store import run_store
 
-        run_store(cfg, folder, choices)
+        run_store(cfg, folder, choices, overrides)
         return None
     from mergekit_lab.runs.compare import check_slice, list_runs, report_runs
 

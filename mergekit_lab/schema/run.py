@@ -299,7 +299,8 @@ def check(cfg: DictConfig) -> DictConfig:
 def with_chosen_merger(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """The configuration in which `merger=NAME` means the experiment's own `mergers.NAME`, if it has one.
 
-    Its settings are kept; what the command line says of `merger.KEY` wins over them.
+    Its settings are kept; what the command line says of `merger.KEY`, or of a group there
+    (`merger@merger.inner=ties`), wins over them.
 
     Args:
         cfg: the composed configuration.
@@ -312,8 +313,9 @@ def with_chosen_merger(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
         return cfg
     chosen = OmegaConf.create(OmegaConf.to_container(own))
     for key, _ in pairs:
+        key = key.rpartition("@")[2]
         if key.startswith("merger."):
-            OmegaConf.update(chosen, key.removeprefix("merger."), OmegaConf.select(cfg, key))
+            OmegaConf.update(chosen, key.removeprefix("merger."), OmegaConf.select(cfg, key), merge=False)
     changed = deepcopy(cfg)
     OmegaConf.update(changed, "merger", chosen, merge=False)
     return changed

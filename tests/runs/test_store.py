@@ -27,8 +27,9 @@ from mergekit_lab.store import Artifact, Store, make_key
 
 
 def run_command(folder: Path, *overrides: str, run_of=TINY) -> None:
-    cfg, choices = compose_config([*run_of, f"store.root={folder}/store", "stage=store", *overrides])
-    start(cfg, folder / "run", choices, [])
+    arguments = [*run_of, f"store.root={folder}/store", "stage=store", *overrides]
+    cfg, choices = compose_config(arguments)
+    start(cfg, folder / "run", choices, arguments)
 
 
 def put(folder: Path, *overrides: str, run_of=TINY, task: str = "digits", state=None) -> dict:
@@ -75,6 +76,10 @@ def test_a_key_that_is_not_found_is_explained_by_the_first_difference(folder, ca
         run_command(folder, "store.action=explain", "store.kind=experts")
         assert "(digits): 000000000000 has the same content" in caplog.text
         run_command(folder, "store.action=explain", "store.kind=fits")
+        assert caplog.messages[-1].startswith("everything that this run needs is in the store")
+        run_command(
+            folder, "store.action=explain", "store.kind=searches", "merger=ties", "mergers.ties.coefficient=1"
+        )
         assert caplog.messages[-1].startswith("everything that this run needs is in the store")
 
 
