@@ -24,6 +24,7 @@ from mergekit_lab.optim import count_gradient_evaluations
 from mergekit_lab.optim.offset import OffsetOptimizer
 from mergekit_lab.ranges import FASTEST, Count, Share, require
 from mergekit_lab.reporting import Tracker
+from mergekit_lab.reporting.paper_tables import read_published
 from mergekit_lab.schema.check import build, build_partial, check_against
 from mergekit_lab.schema.stages import list_stages
 from mergekit_lab.schema.store import StoreSettings
@@ -255,6 +256,8 @@ def check(cfg: DictConfig) -> DictConfig:
         raise InputError(
             f"objective={cfg.objective} scores merged models, and this run has none: set merger=NAME"
         )
+    for table in cfg.published:
+        read_published(table)
     if "analyze" in list_stages(cfg):
         build(cfg.analysis, get_class("mergekit_lab.runs.analyses.Analysis"))
     finetuning = build(cfg.finetuning, Parametrization)
