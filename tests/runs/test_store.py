@@ -106,6 +106,16 @@ def test_what_a_run_wants_is_kept_or_taken_and_nothing_goes_without_confirmation
     assert not list((folder / "store/work/removed").iterdir())
 
 
+def test_texts_and_downloads_in_a_store_are_no_damaged_artifacts(folder) -> None:
+    files = [folder / "store" / name for name in ("data/mine/a.csv", "packages/model-1.0/weights.gguf")]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.write_text("")
+    for action in (["verify"], ["prune", "store.which=all"]):
+        run_command(folder, f"store.action={action[0]}", "store.confirm=true", *action[1:])
+    assert all(file.exists() for file in files)
+
+
 def test_damage_is_found_and_a_sound_store_is_said_to_be_so(folder, caplog) -> None:
     with caplog.at_level(logging.INFO, "mergekit_lab"):
         run_command(folder, "store.action=verify")
