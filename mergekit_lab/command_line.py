@@ -172,7 +172,8 @@ def explain(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         options = [*error.options, *(COMMANDS if group == "experiment" else ())]
-        return f"there is no {group} {option!r}{suggest(option, options)}"
+        more = "; others come with pip install 'mergekit_lab[launchers]'" if group == "hydra/launcher" else ""
+        return f"there is no {group} {option!r}{suggest(option, options)}{more}"
     if wrong := re.match(r"Could not override '([^']+)'", text):
         return f"unknown key {wrong[1]!r}{_suggest_key(wrong[1], error.__cause__)}"
     cause = error.__cause__ or error.__context__

@@ -25,6 +25,7 @@ from mergekit_lab.command_line import answer, check_config_files, explain, trans
         ),
         (["optimzer=sam"], "'optimzer'.*'optimizer'"),
         (["sede=1"], "'sede'.*'seed'"),
+        (["hydra/launcher=rey"], r"no hydra/launcher 'rey'.*mergekit_lab\[launchers\]"),
         (["trainig.lr=1"], "'trainig.lr'; did you mean 'training'"),
         (["merger=dare", "merger.coefficient=1"], "did you mean 'merger.inner.coefficient'"),
         (["merger.coefficient=1"], "choose one first, merger=NAME"),

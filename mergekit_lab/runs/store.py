@@ -158,7 +158,8 @@ def _prune(run: Run, settings: StoreSettings) -> None:
     if not settings.confirm or run.cfg.dry_run:
         for artifact in chosen:
             log.info("%s %s  %s", artifact.kind, artifact.key, _describe(artifact) or "half made")
-        log.info("%d artifacts, %s: set store.confirm=true to remove them", len(chosen), freed)
+        way_on = "set store.confirm=true to remove them" if chosen else "there is nothing to remove"
+        log.info("%d artifacts, %s: %s", len(chosen), freed, way_on)
         return
     for artifact in chosen:
         remove(run.store, artifact.folder)

@@ -106,6 +106,12 @@ def test_what_a_run_wants_is_kept_or_taken_and_nothing_goes_without_confirmation
     assert not list((folder / "store/work/removed").iterdir())
 
 
+def test_an_action_on_the_store_starts_no_run(tmp_path) -> None:
+    cfg, choices = compose_config(arguments := ["store.action=list"])
+    with pytest.raises(InputError, match="add stage=store"):
+        start(cfg, tmp_path, choices, arguments)
+
+
 def test_texts_and_downloads_in_a_store_are_no_damaged_artifacts(folder) -> None:
     files = [folder / "store" / name for name in ("data/mine/a.csv", "packages/model-1.0/weights.gguf")]
     for file in files:
