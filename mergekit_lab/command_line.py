@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
@@ -186,10 +187,10 @@ def _suggest_key(key: str, cause: BaseException | None) -> str:
     """What may have been meant by a key of which Hydra found only the first parts."""
     parent, _, name = str(getattr(cause, "full_key", None) or key).rpartition(".")
     node = getattr(cause, "parent_node", None)
-    values = dict.fromkeys(_list_top_level_names()) if node is None else (OmegaConf.to_container(node) or {})
+    values: Any = dict.fromkeys(_list_top_level_names()) if node is None else OmegaConf.to_container(node)
     if not values and parent in _list_groups():
         return f": choose one first, {parent}=NAME"
-    known = {str(k): v for k, v in values.items() if k not in ("hydra", "command") and str(k)[0] != "_"}
+    known = {str(k): v for k, v in (values or {}).items() if k not in ("hydra", "command") and str(k)[0] != "_"}
     for inner, value in known.items():
         if isinstance(value, dict) and name in value and parent:
             return f"; did you mean '{parent}.{inner}.{name}'?"
