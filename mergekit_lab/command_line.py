@@ -190,7 +190,8 @@ def _suggest_key(key: str, cause: BaseException | None) -> str:
     values: Any = dict.fromkeys(_list_top_level_names()) if node is None else OmegaConf.to_container(node)
     if not values and parent in _list_groups():
         return f": choose one first, {parent}=NAME"
-    known = {str(k): v for k, v in (values or {}).items() if k not in ("hydra", "command") and str(k)[0] != "_"}
+    hidden = ("hydra", "command")
+    known = {k: v for k, v in (values or {}).items() if k not in hidden and not str(k).startswith("_")}
     for inner, value in known.items():
         if isinstance(value, dict) and name in value and parent:
             return f"; did you mean '{parent}.{inner}.{name}'?"
