@@ -109,16 +109,17 @@ def _find_depth(node: Node) -> int:
 
 
 def estimate_seconds(node: Node, artifacts: Sequence[Any]) -> float | None:
-    """The median of like artifacts: of the same kind, made in the same way, and of the same backbone and
-    optimizer as far as there are any; a training's is scaled by its gradients: steps, and how many each takes
-    with its optimizer."""
-    imported = "imported" in node.content
+    """The median of like artifacts: of the same kind and backbone, made in the same way, and by the same
+    optimizer or method as far as there are any; a training's is scaled by its gradients: steps, and how many
+    each takes with its optimizer. None where there are none: other models say nothing of this one's times."""
     like = [
         r
         for r in artifacts
-        if r.kind == node.kind and "wall_seconds" in r.info and ("imported" in r.content) == imported
+        if r.kind == node.kind
+        and "wall_seconds" in r.info
+        and _find_source(r.content) == _find_source(node.content)
     ]
-    for name in ("backbone", "optimizer", "method"):
+    for name in ("optimizer", "method"):
         closer = [r for r in like if r.content.get(name) == node.content.get(name)]
         like = closer or like
     if not like:
@@ -129,6 +130,11 @@ def estimate_seconds(node: Node, artifacts: Sequence[Any]) -> float | None:
         * (gradients / before if gradients and (before := _count_gradients(r.content)) else 1)
         for r in like
     )
+
+
+def _find_source(content: Mapping[str, Any]) -> tuple[bool, Any]:
+    """Whether an artifact is imported, and the backbone it is of; None where only its inputs' names tell."""
+    return "imported" in content, content.get("backbone") or content.get("base")
 
 
 def _count_gradients(content: Mapping[str, Any]) -> float:

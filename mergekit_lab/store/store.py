@@ -46,8 +46,8 @@ from mergekit_lab.store.artifact import (
 from mergekit_lab.store.files import discard, read_file
 from mergekit_lab.store.lock import FolderLock
 
-NO_KINDS = ("work", "locks")
-"""Folders of a store that hold no artifacts."""
+NO_KINDS = ("work", "locks", "data", "packages")
+"""Folders of a store that hold no artifacts: a user's texts and downloaded models are two of them."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_WORDS = ("No space left", "os error 28", "os error 27", "PytorchStreamWriter failed writing")
 _LARGE = 1 << 24
