@@ -55,7 +55,7 @@ def _run() -> None:
     except (CompactHydraException, InputError) as error:
         if _FULL_ERROR:
             raise
-        print(explain(error, sys.argv[1:]), file=sys.stderr)
+        print(explain(error), file=sys.stderr)
         sys.exit(1)
 
 

@@ -8,8 +8,10 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from hydra.errors import MissingConfigException
+from omegaconf import OmegaConf
 
 from mergekit_lab import __version__
 from mergekit_lab.commands import COMMANDS
@@ -60,11 +62,16 @@ _STOPPED = "stopped; the same command goes on from here"
 
 
 def answer(arguments: Sequence[str], command: str = "mergekit-lab") -> str | None:
-    """The answer to a command line that needs no configuration: no arguments, `--help` or `--version`."""
+    """The answer to a command line that needs no configuration: no arguments, help, the version, or a group's
+    options."""
     if not arguments:
         return WELCOME.format(command=command)
     if "--version" in arguments:
         return f"mergekit_lab {__version__}"
+    for each in arguments:
+        group = each.lstrip("+").partition("@")[0].removesuffix("=")
+        if each.endswith("=") and group in _list_groups():
+            return f"{list_options(group, _list_config_dirs(arguments))}\nchoose one of these: {group}=NAME"
     named = any(each.startswith("--config-name") for each in translate(list(arguments)))
     if named or not {"--help", "-h"} & set(arguments):
         return None
@@ -94,8 +101,10 @@ def translate(arguments: list[str]) -> list[str]:
     - A paper's figure with `suite=glyphs8` gets the option that its `shipped` names, `+shipped=…`.
     - In `table=`, `×` and ` x ` become `*`, because Hydra's grammar has no `×`.
     - Options move behind the settings, because Hydra accepts no option between two settings.
+    - `experiment=` gets the plus that Hydra wants before it.
     """
     settings, options = _split_options(arguments)
+    settings = [f"+{each}" if each.startswith(_EXPERIMENT[1:]) else each for each in settings]
     settings = [_TIMES.sub("*", each) if each.startswith("table=") else each for each in settings]
     read = [*settings, *_add_shipped([*settings, *options]), *options]
     for position, each in enumerate(read):
@@ -159,30 +168,35 @@ def _list_config_dirs(arguments: Sequence[str]) -> Iterator[Path]:
             yield Path(value if equals else following)
 
 
-def explain(error: Exception, arguments: Sequence[str] = ()) -> str:
-    """Hydra's error about a command line as one line, with the nearest name. `merger=` lists all mergers.
-
-    Args:
-        error: Hydra's.
-        arguments: as Hydra got them; they name the user's folders with options.
-    """
+def explain(error: Exception) -> str:
+    """Hydra's error about a command line as one line, with the nearest name."""
     text = str(error)
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
-        if not option:
-            return f"{list_options(group, _list_config_dirs(arguments))}\nchoose one of these: {group}=NAME"
         options = [*error.options, *(COMMANDS if group == "experiment" else ())]
-        return f"there is no {group} {option!r}{suggest(option, options)}"
+        more = "; others come with pip install 'mergekit_lab[launchers]'" if group == "hydra/launcher" else ""
+        return f"there is no {group} {option!r}{suggest(option, options)}{more}"
     if wrong := re.match(r"Could not override '([^']+)'", text):
-        key = wrong[1].rpartition(".")[2]
-        siblings = getattr(error.__cause__, "parent_node", None)
-        names = _list_top_level_names() if siblings is None else map(str, siblings)
-        known = {name for name in names if name not in ("hydra", "command") and not name.startswith("_")}
-        return f"unknown key {wrong[1]!r}{suggest(key, known)}"
+        return f"unknown key {wrong[1]!r}{_suggest_key(wrong[1], error.__cause__)}"
     cause = error.__cause__ or error.__context__
     if not text:
         return f"the configuration cannot be composed: {cause or type(error).__name__}"
     return f"{text}: {cause}" if text.startswith("Error merging override") and cause else text
+
+
+def _suggest_key(key: str, cause: BaseException | None) -> str:
+    """What may have been meant by a key of which Hydra found only the first parts."""
+    parent, _, name = str(getattr(cause, "full_key", None) or key).rpartition(".")
+    node = getattr(cause, "parent_node", None)
+    values: Any = dict.fromkeys(_list_top_level_names()) if node is None else OmegaConf.to_container(node)
+    if not values and parent in _list_groups():
+        return f": choose one first, {parent}=NAME"
+    hidden = ("hydra", "command")
+    known = {k: v for k, v in (values or {}).items() if k not in hidden and not str(k).startswith("_")}
+    for inner, value in known.items():
+        if isinstance(value, dict) and name in value and parent:
+            return f"; did you mean '{parent}.{inner}.{name}'?"
+    return suggest(name, known)
 
 
 def list_options(group: str, folders: Iterable[Path] = ()) -> str:

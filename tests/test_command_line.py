@@ -7,7 +7,7 @@ from composing import compose_config
 from hydra.errors import HydraException
 
 from mergekit_lab import InputError
-from mergekit_lab.command_line import check_config_files, explain, translate
+from mergekit_lab.command_line import answer, check_config_files, explain, translate
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,10 @@ from mergekit_lab.command_line import check_config_files, explain, translate
         ),
         (["optimzer=sam"], "'optimzer'.*'optimizer'"),
         (["sede=1"], "'sede'.*'seed'"),
+        (["hydra/launcher=rey"], r"no hydra/launcher 'rey'.*mergekit_lab\[launchers\]"),
+        (["trainig.lr=1"], "'trainig.lr'; did you mean 'training'"),
+        (["merger=dare", "merger.coefficient=1"], "did you mean 'merger.inner.coefficient'"),
+        (["merger.coefficient=1"], "choose one first, merger=NAME"),
         (["+experiment=merge_checkpoints", "joint=false"], "unknown key 'joint'"),
     ],
 )
@@ -48,6 +52,18 @@ def test_a_mistyped_name_is_one_line_with_the_nearest_one(arguments: list[str], 
 )
 def test_a_papers_figure_on_glyphs_gets_what_it_names(arguments: list[str], added: list[str]) -> None:
     assert translate(arguments) == [*arguments, *added]
+
+
+@pytest.mark.parametrize("argument", ["merger=", "+merger@mergers.mine=", "+experiment="])
+def test_a_group_left_empty_lists_its_options(argument: str) -> None:
+    text = answer(["seed=1", argument])
+    assert text is not None
+    assert ("merge_checkpoints" if "experiment" in argument else "task_arithmetic") in text
+
+
+@pytest.mark.parametrize("name", ["quickstart", "merge_checkpoints"])
+def test_the_plus_before_experiment_may_be_left_out(name: str) -> None:
+    assert translate([f"experiment={name}", "seed=1"]) == translate([f"+experiment={name}", "seed=1"])
 
 
 def test_settings_may_follow_options() -> None:

@@ -2,10 +2,17 @@
 
 import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
+from composing import compose_config
+from omegaconf import OmegaConf
+
+from mergekit_lab.merging import TIES, Method, TaskArithmetic
+from mergekit_lab.schema.check import build
+from mergekit_lab.schema.target import without_null_coefficient
 
 ROOT = Path(__file__).parents[1]
 
@@ -50,6 +57,18 @@ def test_links_and_pictures_of_the_readme_work_on_pypi() -> None:
     assert "(https://host/us/it/raw/v1/docs/images/quickstart.png)" in filled
     assert "(https://host/us/it/blob/v1/docs/mergers.md)" in filled
     assert "[mergers]" not in left_open
+
+
+def test_the_commands_beside_mergekits_methods_take_their_inner_method() -> None:
+    page = (ROOT / "docs/mergekit.md").read_text()
+    inner = {"dare_linear": TaskArithmetic, "dare_ties": TIES, "della": TIES, "della_linear": TaskArithmetic,
+             "breadcrumbs": TaskArithmetic, "breadcrumbs_ties": TIES}  # fmt: skip
+    for names, commands in re.findall(r"^\| (`(?:dare|della|bread).*?`) \| (.*?) \|$", page, re.M):
+        for name, command in zip(names.split(", "), commands.split("; "), strict=True):
+            cfg, _ = compose_config(["+experiment=merge_checkpoints", *shlex.split(command.strip("`"))])
+            content, _ = without_null_coefficient(OmegaConf.to_container(cfg.merger, resolve=True))
+            assert type(build(content, Method).inner) is inner.pop(name.strip("`"))
+    assert not inner
 
 
 def test_the_study_of_when_training_helps_says_what_its_results_say(monkeypatch) -> None:

@@ -69,7 +69,7 @@ class LocalLauncher(Launcher):
         if self._pool is None:
             self._pool = Pool(self._list_devices())
         devices = self._pool.devices
-        log.info(f"{len(job_overrides)} jobs on {len(devices)} devices ({', '.join(devices)})")
+        log.info(f"{len(job_overrides)} jobs on {', '.join(devices)}")
         shared = cloudpickle.dumps(
             (Singleton.get_state(), self.hydra_context, self.task_function, self.config)
         )  # scripts and notebooks have functions that no worker could import

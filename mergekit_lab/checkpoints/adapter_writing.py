@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mergekit_lab.checkpoints.adapter_config import ADAPTER_CONFIG
 from mergekit_lab.checkpoints.model_files import write_files
@@ -22,12 +23,10 @@ from mergekit_lab.errors import InputError
 
 _TASKS = {
     "ForCausalLM": "CAUSAL_LM",
-    "ForSequenceClassification": "SEQ_CLS",
     "ForConditionalGeneration": "SEQ_2_SEQ_LM",
-    "ForTokenClassification": "TOKEN_CLS",
-    "ForQuestionAnswering": "QUESTION_ANS",
 }
-"""peft's task types, by how the names of transformers' classes end."""
+"""peft's task types, by how the names of transformers' classes end. With those of classifiers peft wants the
+head as a whole; here it has factors as other weights."""
 _SUFFIX = ".weight"
 
 
@@ -37,6 +36,11 @@ class LowRankChange(NamedTuple):
     b: Tensor
     a: Tensor
 
+    def fill_up(self, rank: int) -> LowRankChange:
+        """The same change in factors of a larger rank."""
+        more = rank - len(self.a)
+        return LowRankChange(pad(self.b, (0, more)), pad(self.a, (0, 0, 0, more)))
+
 
 def write_adapter(
     folder: Path,
@@ -45,16 +49,18 @@ def write_adapter(
     base_name: str = "",
     base_folder: Path | None = None,
     transposed: bool = False,
+    one_rank: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, int]:
     """Write a folder that `peft.PeftModel.from_pretrained` loads; the files, each with the bytes it must have.
 
     Args:
         folder: an existing folder.
-        changes: by the names of weights of linear layers in the base (`….q_proj.weight`).
+        changes: by the names of weights of linear layers in memory (`….q_proj.weight`).
         base_name: the base's name on the hub; empty to leave it out.
         base_folder: where its `config.json` is, which says what kind of model it is.
         transposed: whether the base stores these weights as [in, out].
+        one_rank: whether all need the same rank: smaller ones are filled up with zeros.
         dtype: the factors' dtype.
 
     Raises:
@@ -65,6 +71,9 @@ def write_adapter(
     odd = [name for name in changes if not name.endswith(_SUFFIX)]
     if odd:
         raise InputError(f"{odd[0]} is not a weight of a linear layer, and LoRA adapters change only those")
+    if one_rank:
+        largest = max(len(change.a) for change in changes.values())
+        changes = {name: change.fill_up(largest) for name, change in changes.items()}
     ranks = {name.removesuffix(_SUFFIX): change.a.shape[0] for name, change in changes.items()}
     rank = Counter(ranks.values()).most_common(1)[0][0]
     others = {module: own for module, own in ranks.items() if own != rank}

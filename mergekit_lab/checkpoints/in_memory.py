@@ -98,6 +98,7 @@ class Architecture:
         list_pieces: shapes of every tensor of a file of an earlier release, with a mixture's experts one by
             one.
         parts: class of every model within this one, by what stands before its tensors' names.
+        linear: weights of linear layers, by their names in memory.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Architecture:
     prefix: str
     list_pieces: Callable[[], Mapping[str, tuple[int, ...]]] = dict
     parts: Mapping[str, str] = field(default_factory=dict)
+    linear: frozenset[str] = frozenset()
 
     def match_names(self, names: Iterable[str]) -> dict[str, Made]:
         """How each tensor in memory is made of a file's tensors with these names, where they are for it."""
@@ -206,7 +208,15 @@ def _find_architecture(folder: Path, stamp: int, name: str, tensors: int) -> Arc
         for path, part in model.named_modules()
         if path and isinstance(part, transformers.PreTrainedModel)
     }
-    return Architecture(name, shapes, dict(tied), conversions, model.base_model_prefix, pieces, parts)
+    kinds = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
+    linear = frozenset(
+        f"{path}.weight"
+        for path, part in model.named_modules()
+        # the projection of nn.MultiheadAttention is a subclass, which is read and never called
+        if isinstance(part, kinds)
+        and not isinstance(part, torch.nn.modules.linear.NonDynamicallyQuantizableLinear)
+    )
+    return Architecture(name, shapes, dict(tied), conversions, model.base_model_prefix, pieces, parts, linear)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mergekit_lab.checkpoints.checkpoint import Checkpoint, Composed
+from mergekit_lab.checkpoints.model_config import read_as_transformers
 from mergekit_lab.checkpoints.tied_weights import read_config
 from mergekit_lab.errors import InputError, join_names
 
@@ -138,19 +139,28 @@ def _rewrite(parts: Sequence[LayerRange], layers: int) -> dict[str, Any]:
             f"({join_names(_COUNTS)}), so the new number, {layers}, cannot be written"
         )
     changed: dict[str, Any] = dict.fromkeys(keys, layers)
+    lists = [_list_by_layer(part.model) for part in parts]
     for key in _BY_LAYER:
-        each = [_read_layers(part.model).get(key) for part in parts]
-        if isinstance(config.get(key), list) and all(
-            isinstance(v, list) and len(v) >= p.stop for v, p in zip(each, parts, strict=True)
-        ):
-            changed[key] = [
-                v for values, p in zip(each, parts, strict=True) for v in (values or [])[p.first : p.stop]
-            ]
-    return {key: value for key, value in changed.items() if config[key] != value}
+        each = [own.get(key, []) for own in lists]
+        differ = any(kind != values[0] for values in each for kind in values)
+        if (differ or config.get(key)) and all(len(v) >= p.stop for v, p in zip(each, parts, strict=True)):
+            changed[key] = [v for values, p in zip(each, parts, strict=True) for v in values[p.first : p.stop]]
+    return {key: value for key, value in changed.items() if config.get(key) != value}
+
+
+def _list_by_layer(model: Checkpoint) -> dict[str, list[Any]]:
+    """What each layer is: as listed, else as transformers derives it, such as every sixth."""
+    derived = model.folder and read_as_transformers(model.folder)
+    listed = (_read_layers(model), _select_text(derived or {}))
+    kinds = {key: next((c[key] for c in listed if c.get(key) is not None), None) for key in _BY_LAYER}
+    return {key: values for key, values in kinds.items() if isinstance(values, list)}
 
 
 def _read_layers(model: Checkpoint) -> dict[str, Any]:
     """The part of a configuration that speaks of layers, as it is for these tensors."""
-    config = {**read_config(model.folder), **model.changed}
+    return _select_text({**read_config(model.folder), **model.changed})
+
+
+def _select_text(config: dict[str, Any]) -> dict[str, Any]:
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config

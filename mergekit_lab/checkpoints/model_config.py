@@ -178,7 +178,7 @@ def _list_mismatches(base: Checkpoint, expert: Checkpoint) -> list[Mismatch]:
     raw = [read_config(folder) for folder in folders]
     if not all(raw) or not _list_differences(raw[0], raw[1]):
         return []
-    read = [_as_transformers_reads(folder) for folder in folders if folder is not None]
+    read = [read_as_transformers(folder) for folder in folders if folder is not None]
     known = [config for config in read if config is not None]
     pair = known if len(known) == 2 else [_with_newer_keys(config) for config in raw]
     own, theirs, part = _make_comparable(*pair)
@@ -199,7 +199,7 @@ def _open_clip_config(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _as_transformers_reads(folder: Path) -> dict[str, Any] | None:
+def read_as_transformers(folder: Path) -> dict[str, Any] | None:
     """A configuration with its defaults, under the newest names of its keys; None of an unknown class."""
     import transformers
 

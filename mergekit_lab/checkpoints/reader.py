@@ -6,6 +6,7 @@ reading the data; a tensor is read when it is asked for and not kept.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from mergekit_lab.checkpoints.hub import RemoteHeaders, find_cached_snapshot, ge
 from mergekit_lab.checkpoints.libraries import LIBRARIES, TRANSFORMERS, find_other_weights, find_weights
 from mergekit_lab.checkpoints.low_rank import RECORD_FILE, LowRank
 from mergekit_lab.checkpoints.plain_files import check_file
-from mergekit_lab.errors import InputError, name_in_errors
+from mergekit_lab.errors import InputError, join_names, name_in_errors
 
 _NO_MODEL = {"training_args.bin", "optimizer.bin", "scheduler.bin"}
 
@@ -130,10 +131,19 @@ def _open_lone_file(label: str, path: Path) -> Checkpoint:
     with name_in_errors(label):
         shards = {file for index in indexes for file in read_index(index).values()}
     lone = [*indexes, *(file for file in files if file not in shards)]
-    if len(lone) != 1:
+    if not lone:
+        below = [f.name for f in visible if f.is_dir() and (find_weights(f) or (f / ADAPTER_CONFIG).is_file())]
+        hint = f"; there are some below it, in {join_names(below)}" if below else ""
         raise InputError(
-            f"{label}: the folder {path} holds {len(safe)} .safetensors files and no "
-            f"{TRANSFORMERS.weights[0]}: name one file"
+            f"{label}: the folder {path} holds no weights that are read here "
+            f"({join_names(file.name for file in visible) or 'it is empty'}){hint}"
+        )
+    if len(lone) != 1:
+        parts = any(re.search(r"-\d+-of-\d+$", file.stem) for file in lone)
+        way = "their index is missing" if parts else "name one file"
+        raise InputError(
+            f"{label}: the folder {path} holds {len(files)} {kind} files and no "
+            f"{TRANSFORMERS.weights[0]}: {way}"
         )
     return _open_file(label, lone[0], path)
 

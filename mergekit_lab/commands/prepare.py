@@ -22,10 +22,12 @@ from mergekit_lab.checkpoints import (
 from mergekit_lab.checkpoints.align import list_computed_buffers, untie
 from mergekit_lab.checkpoints.casting import FLOATING
 from mergekit_lab.checkpoints.generation import describe_tokenizer
+from mergekit_lab.checkpoints.kinship import describe_kinship
 from mergekit_lab.checkpoints.layers import LayerRange, arrange_layers
 from mergekit_lab.checkpoints.libraries import find_library, find_other_weights, find_weights
 from mergekit_lab.checkpoints.model_config import compare_configs
 from mergekit_lab.checkpoints.model_files import find_parts_with_weights, find_tokenizer_files
+from mergekit_lab.checkpoints.processing import describe_processing
 from mergekit_lab.checkpoints.reader import find_source
 from mergekit_lab.checkpoints.shards import MAX_SHARD_BYTES
 from mergekit_lab.checkpoints.tied_weights import read_config
@@ -116,6 +118,9 @@ def prepare(
     folders = {name: expert.folder for name, expert in opened.items()}
     notes += reconciled.notes
     notes += describe_tokenizer(origin.folder, folders, tokenizer_folder, tokenizer_source)
+    notes += describe_processing(origin.folder, folders)
+    notes += describe_kinship(origin, opened, is_merged) if read else []
+    notes += _describe_twins({"the base": base, **named}) if isinstance(method, Method) else []
     return Prepared(
         base=reconciled.base,
         experts=dict(zip(named, reconciled.experts, strict=True)),
@@ -198,6 +203,20 @@ def _describe_folder(base: Checkpoint) -> list[str]:
     if parts:
         notes.append(f"{join_names(parts)}: weights of sentence-transformers outside the model are the base's")
     return notes
+
+
+def _describe_twins(sources: Mapping[str, Any]) -> list[str]:
+    """Warn of inputs that were given twice; a recipe may do so on purpose."""
+    names: dict[str, list[str]] = {}
+    for name, source in sources.items():
+        if isinstance(source, str | Path):
+            path = Path(source).expanduser()
+            names.setdefault(str(path.resolve()) if path.exists() else str(source), []).append(name)
+    return [
+        f"warning: {join_names(same)} are the same input, {_name_input(Path(source))}: is that meant?"
+        for source, same in names.items()
+        if len(same) > 1
+    ]
 
 
 def _require_kin(base: Checkpoint, expert: Checkpoint) -> Checkpoint:

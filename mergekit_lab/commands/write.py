@@ -146,7 +146,7 @@ def _write_adapter(
         changes = dict(track(streamed, f"factorizing into {out.name}", disable=not progress, transient=True))
         planned |= write_adapter(
             folder, changes, base_name=_name_base(prepared), base_folder=prepared.base.folder,
-            transposed=merge.transposed, dtype=prepared.dtype or torch.float32,
+            transposed=merge.transposed, one_rank=merge.joined, dtype=prepared.dtype or torch.float32,
         )  # fmt: skip
         account = [*merge.describe(), *_summarize_notes(notes)]
         beside |= make_card(account).make_files()

@@ -55,9 +55,9 @@ def normalize(values: Mapping[str, float], expert_values: Mapping[str, float]) -
     dead = [task for task, value in expert_values.items() if not value > 0]
     if dead:
         raise InputError(
-            f"the experts of {', '.join(dead)} score 0 or less, so results cannot be divided by theirs: "
-            f"train longer, leave the task out ('~suite.tasks.{dead[0]}'), or set the coefficient "
-            "(merger.coefficient=1, mergers.NAME.coefficient=1)"
+            f"the experts of {', '.join(dead)} score 0 or less on validation, so results cannot be divided by "
+            "theirs: train them longer, take another metric or the task's choices, leave the task out, or "
+            "take every method's default coefficient (search=none)"
         )
     return sum(values[task] / expert_values[task] for task in values) / len(values)
 

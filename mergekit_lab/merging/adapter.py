@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mergekit_lab.checkpoints import Checkpoint, find_adapter, stands_before_layers
+from mergekit_lab.checkpoints import Checkpoint, find_adapter
+from mergekit_lab.checkpoints.adaptable import find_adaptable
 from mergekit_lab.checkpoints.adapter_layout import find_conv1d_weights
 from mergekit_lab.checkpoints.adapter_writing import LowRankChange
 from mergekit_lab.errors import InputError, join_names
@@ -46,6 +47,7 @@ class AdapterMerge:
         exact: whether nothing was cut.
         left_out: tensors with a change that no adapter of linear layers holds; they stay the base's.
         transposed: whether the base stores the weights as [in, out].
+        joined: whether some weights are parts of a stack.
 
     Raises:
         InputError: a value out of range; neither is given and the merge is no sum of adapters.
@@ -60,6 +62,7 @@ class AdapterMerge:
     left_out: list[str] = field(default_factory=list, init=False)
     exact: bool = field(default=True, init=False)
     transposed: bool = field(default=False, init=False)
+    joined: bool = field(default=False, init=False)
     _whole: float = field(default=0.0, init=False)
     _lost: float = field(default=0.0, init=False)
 
@@ -93,13 +96,16 @@ class AdapterMerge:
     def read_changes(
         self, *, include: Sequence[str] | None = None, exclude: Sequence[str] = (), **options: Any
     ) -> Iterator[tuple[str, LowRankChange]]:
-        """The factors of each weight that changes, in float64, as they are made; see `merge_tensors`."""
+        """The factors of each weight that changes, in float64, as they are made, by its name in an adapter; see
+        `merge_tensors`."""
         oriented = find_conv1d_weights(self.base)
+        names, pieces = find_adaptable(self.base)
         if self.is_sum or self.is_joint:
             join = self._join if self.is_sum else self._lift
             for name, factors in join(include, exclude, options):
                 self.transposed |= name in oriented
-                yield name, self._keep(name, factors)
+                self.joined |= name in pieces
+                yield names.get(name, name), self._keep(name, factors)
             return
         again = self.base.find_ties()
         options |= {"include": include, "exclude": exclude, "dtype": torch.float64}
@@ -109,13 +115,14 @@ class AdapterMerge:
             change = value - self.base[name].to(value)
             if not bool(change.any()):
                 continue
-            if change.dim() != 2 or not name.endswith(".weight") or stands_before_layers(name):
+            if name not in names:
                 self.left_out.append(name)
                 self._whole += float(change.square().sum())
                 self._lost += float(change.square().sum())
                 continue
             self.transposed |= name in oriented
-            yield name, self._keep(name, change.mT if name in oriented else change)
+            self.joined |= name in pieces
+            yield names[name], self._keep(name, change.mT if name in oriented else change)
 
     def describe(self) -> list[str]:
         """A description for model cards."""
@@ -126,8 +133,8 @@ class AdapterMerge:
         notes = [f"adapter of rank {span}, {how}; relative error of what is added: {self.error:.3g}"]
         if self.left_out:
             notes.append(
-                f"{len(self.left_out)} tensors are not weights of linear layers and stay the base's: "
-                f"{join_names(self.left_out)}"
+                f"{len(self.left_out)} tensors are not weights of linear layers that peft adapts, and stay the "
+                f"base's: {join_names(self.left_out)}"
             )
         return notes
 

@@ -55,6 +55,13 @@ def _read_versions(target: Any) -> dict[str, Any]:
         if "code_version" in vars(each):
             versions[name] = vars(each)["code_version"]
         elif each.__module__.partition(".")[0] not in _KNOWN:
-            file = getattr(sys.modules[each.__module__], "__file__", None)
-            versions[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file else ""
+            versions[name] = _hash_module(each.__module__, id(sys.modules[each.__module__].__spec__))
     return versions
+
+
+@cache
+def _hash_module(name: str, loaded: int) -> str:
+    """Hash a module's file, once for each time that it was loaded: a file that is edited later is not what this
+    process runs."""
+    file = getattr(sys.modules[name], "__file__", None)
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file else ""

@@ -106,17 +106,18 @@ def _find_depth(node: Node) -> int:
 def estimate_seconds(node: Node, artifacts: Sequence[Any]) -> float | None:
     """The median time of similar stored artifacts; None if there are none.
 
-    Similar are those of the same kind and origin (made or imported), and of these the ones with the same
-    backbone, optimizer and method, if there are any. The time of a training is scaled by its number of
-    gradients: its steps, times the gradients that its optimizer takes in a step.
+    Similar are those of the same kind, origin (made or imported) and backbone; of these the ones with the same
+    optimizer and method, if there are any. The time of a training is scaled by its number of gradients: its
+    steps, times the gradients that its optimizer takes in a step.
     """
-    imported = "imported" in node.content
     like = [
         r
         for r in artifacts
-        if r.kind == node.kind and "wall_seconds" in r.info and ("imported" in r.content) == imported
+        if r.kind == node.kind
+        and "wall_seconds" in r.info
+        and _find_source(r.content) == _find_source(node.content)
     ]
-    for name in ("backbone", "optimizer", "method"):
+    for name in ("optimizer", "method"):
         closer = [r for r in like if r.content.get(name) == node.content.get(name)]
         like = closer or like
     if not like:
@@ -127,6 +128,11 @@ def estimate_seconds(node: Node, artifacts: Sequence[Any]) -> float | None:
         * (gradients / before if gradients and (before := _count_gradients(r.content)) else 1)
         for r in like
     )
+
+
+def _find_source(content: Mapping[str, Any]) -> tuple[bool, Any]:
+    """Whether an artifact is imported, and the backbone it is of; None where only its inputs' names tell."""
+    return "imported" in content, content.get("backbone") or content.get("base")
 
 
 def _count_gradients(content: Mapping[str, Any]) -> float:

@@ -62,6 +62,8 @@ SPREAD = 4
 """Processes of `device=spread` on a CPU at most. Each takes a gigabyte."""
 _ERASE = "\r\x1b[2K"
 """Clears a terminal's line, on which another process may have drawn a progress bar."""
+_OF_CLASSES = ("backbone", "finetuning", "optimizer", "optimizer_of", "mergers", "merger")
+"""Keys whose classes may come from outside, and enter keys of artifacts."""
 _ONCE_A_SWEEP = ("finetune", "curvature")
 """If an artifact of these stages fails, no other job of the sweep tries it again: they take long."""
 
@@ -116,6 +118,7 @@ class Run:
         self.mergers = build_mergers(mergers, self.search, self.experts)
         self.only: list[str] | None = plain["only"]
         check_units(self)
+        describe_code([plain[name] for name in _OF_CLASSES])  # now, for files may be edited while the run works
         self.tracker = build(cfg.logger, Tracker)
         self.timings: dict[str, Timing] = {}
         self.new_keys: set[str] = set()
@@ -123,7 +126,8 @@ class Run:
         self.arguments: Sequence[str] = ()
         """Overrides, as on the command line."""
         self.nodes: dict[Any, Node] = {}
-        self._counts = {"computed": 0, "reused": 0}
+        self.obtained: set[str] = set()
+        """Keys of artifacts that this run has made or found, in this process or in a worker."""
         self._logged: dict[str, str] = {}
         """By the name of a node, how the tracker refers to its artifact."""
         self._objectives: dict[str, Objective] = {}
@@ -154,7 +158,7 @@ class Run:
         """A copy of this run with a changed configuration. It reports to no tracker. Close it after use."""
         cfg: Any = OmegaConf.merge(self.cfg, changes)
         run = Run(cfg, self.folder, self.choices, self._shared)
-        run.tracker, run.new_keys, run._counts, run.only = Tracker(), self.new_keys, self._counts, self.only
+        run.tracker, run.new_keys, run.obtained, run.only = Tracker(), self.new_keys, self.obtained, self.only
         if not changes.keys() & {"backbone", "finetuning", "device"}:
             built = {name: value for name, value in vars(self).items() if name in ("model", "base_state")}
             vars(run).update(built)
@@ -265,7 +269,7 @@ class Run:
         return artifact
 
     def obtain(self, node: Node) -> Artifact:
-        """The artifact, made if it is not in the store. It is counted in the stage's timing.
+        """The artifact, made if it is not in the store. The stage that obtains it first counts it.
 
         Raises:
             InputError: a node that it awaits is not made, or another job of the same sweep failed to make it.
@@ -284,7 +288,7 @@ class Run:
             raise
         if not artifact.reused:
             self.new_keys.add(artifact.key)
-        self._counts["computed" if artifact.key in self.new_keys else "reused"] += 1
+        self.obtained.add(artifact.key)
         self._log_product(node, artifact)
         return artifact
 
@@ -343,13 +347,14 @@ class Run:
 
     @contextmanager
     def time_stage(self, stage: str) -> Iterator[None]:
-        """Record a stage's seconds, and how many of its artifacts were made."""
-        begun = time.monotonic()
-        self._counts = {"computed": 0, "reused": 0}
+        """Record a stage's seconds, and how many of its artifacts were made; each counts once a run."""
+        begun, before = time.monotonic(), set(self.obtained)
         yield
-        self.timings[stage] = Timing(round(time.monotonic() - begun, 2), **self._counts)
-        log.info("%s: %.1f s, %d computed, %d found in the store", stage, time.monotonic() - begun,
-                 self._counts["computed"], self._counts["reused"])  # fmt: skip
+        seconds, own = time.monotonic() - begun, self.obtained - before
+        computed = len(own & self.new_keys)
+        self.timings[stage] = Timing(round(seconds, 2), computed, len(own) - computed)
+        log.info("%s: %.1f s, %d computed, %d found in the store", stage, seconds, computed,
+                 len(own) - computed)  # fmt: skip
 
 
 @lru_cache(maxsize=1)

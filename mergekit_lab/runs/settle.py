@@ -128,7 +128,12 @@ def _name_checkpoints(sources: Any, key: str, tasks: Mapping[str, Any]) -> dict[
 
 def _read_texts(texts: Any) -> dict[str, dict[str, Any]]:
     if isinstance(texts, list) and texts:
-        texts = {Path(str(file)).stem: file for file in texts}
+        stems = [Path(str(file)).stem for file in texts]
+        if doubled := {stem for stem in stems if stems.count(stem) > 1}:
+            raise InputError(
+                f"texts has several files of the name {join_names(doubled)}: name the tasks, {{NAME: FILE, …}}"
+            )
+        texts = dict(zip(stems, texts, strict=True))
     if not isinstance(texts, Mapping) or not texts:
         raise InputError("texts must be a list of files, [a.csv,b.csv], or a mapping, {a: a.csv}")
     return {str(name): _read_text(str(name), text) for name, text in texts.items()}

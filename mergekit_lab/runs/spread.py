@@ -35,7 +35,9 @@ def spread(run: Any, stage: Callable[[Any], None], nodes: Sequence[Node]) -> Non
     if failed := [(units[number], outcome) for number, outcome in outcomes if outcome.error is not None]:
         message = "; ".join(f"{unit}: {outcome.error}" for unit, outcome in failed)
         raise (InputError if all(outcome.mistake for _, outcome in failed) else RuntimeError)(message)
-    run.new_keys.update(*(outcome.value for _, outcome in outcomes))
+    for _, outcome in outcomes:
+        run.new_keys |= outcome.value
+        run.obtained |= outcome.value
 
 
 def _work_in_process(run: Any, stage: Callable[[Any], None], unit: str) -> set[str]:

@@ -39,7 +39,7 @@ _OF_DATA = ("images", "indices", "heads")
 """Kinds that depend on data or class names alone. All runs share them."""
 
 
-def run_store(cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None:
+def run_store(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides: Sequence[str]) -> None:
     """Carry out `store.action`.
 
     Raises:
@@ -54,9 +54,10 @@ def run_store(cfg: DictConfig, folder: Path, choices: Mapping[str, str]) -> None
     elif settings.action in _OF_RUNS:
         from mergekit_lab.runs.run import Run
         from mergekit_lab.runs.settle import settle
-        from mergekit_lab.schema.run import check
+        from mergekit_lab.schema.run import check, with_chosen_merger
 
-        _OF_RUNS[settings.action](Run(check(settle(cfg)), folder, choices), settings)
+        run = Run(with_chosen_merger(check(settle(cfg)), overrides), folder, choices)
+        _OF_RUNS[settings.action](run, settings)
     else:
         _OF_STORES[settings.action](store, settings, cfg)
 
@@ -157,7 +158,8 @@ def _prune(run: Run, settings: StoreSettings) -> None:
     if not settings.confirm or run.cfg.dry_run:
         for artifact in chosen:
             log.info("%s %s  %s", artifact.kind, artifact.key, _describe(artifact) or "half made")
-        log.info("%d artifacts, %s: set store.confirm=true to remove them", len(chosen), freed)
+        way_on = "set store.confirm=true to remove them" if chosen else "there is nothing to remove"
+        log.info("%d artifacts, %s: %s", len(chosen), freed, way_on)
         return
     for artifact in chosen:
         remove(run.store, artifact.folder)

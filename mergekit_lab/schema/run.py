@@ -24,6 +24,7 @@ from mergekit_lab.optim import count_gradient_evaluations
 from mergekit_lab.optim.offset import OffsetOptimizer
 from mergekit_lab.ranges import FASTEST, Count, Share, require
 from mergekit_lab.reporting import Tracker
+from mergekit_lab.reporting.paper_tables import read_published
 from mergekit_lab.schema.check import build, build_partial, check_against
 from mergekit_lab.schema.stages import list_stages
 from mergekit_lab.schema.store import StoreSettings
@@ -255,6 +256,8 @@ def check(cfg: DictConfig) -> DictConfig:
         raise InputError(
             f"objective={cfg.objective} scores merged models, and this run has none: set merger=NAME"
         )
+    for table in cfg.published:
+        read_published(table)
     if "analyze" in list_stages(cfg):
         build(cfg.analysis, get_class("mergekit_lab.runs.analyses.Analysis"))
     finetuning = build(cfg.finetuning, Parametrization)
@@ -299,7 +302,8 @@ def check(cfg: DictConfig) -> DictConfig:
 def with_chosen_merger(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """The configuration in which `merger=NAME` means the experiment's own `mergers.NAME`, if it has one.
 
-    Its settings are kept; what the command line says of `merger.KEY` wins over them.
+    Its settings are kept; what the command line says of `merger.KEY`, or of a group there
+    (`merger@merger.inner=ties`), wins over them.
 
     Args:
         cfg: the composed configuration.
@@ -312,8 +316,9 @@ def with_chosen_merger(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
         return cfg
     chosen = OmegaConf.create(OmegaConf.to_container(own))
     for key, _ in pairs:
+        key = key.rpartition("@")[2]
         if key.startswith("merger."):
-            OmegaConf.update(chosen, key.removeprefix("merger."), OmegaConf.select(cfg, key))
+            OmegaConf.update(chosen, key.removeprefix("merger."), OmegaConf.select(cfg, key), merge=False)
     changed = deepcopy(cfg)
     OmegaConf.update(changed, "merger", chosen, merge=False)
     return changed

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import platform
 import time
@@ -42,14 +43,16 @@ from mergekit_lab.store.artifact import (
     make_key,
     read_artifact,
 )
-from mergekit_lab.store.files import discard
+from mergekit_lab.store.files import discard, read_file
 from mergekit_lab.store.lock import FolderLock
 
-NO_KINDS = ("work", "locks")
-"""Folders of a store that hold no artifacts."""
+NO_KINDS = ("work", "locks", "data", "packages")
+"""Folders of a store that hold no artifacts: a user's texts and downloaded models are two of them."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_WORDS = ("No space left", "os error 28", "os error 27", "PytorchStreamWriter failed writing")
 _LARGE = 1 << 24
+_BEGINNING = "begun.json"
+"""In the folder of what is being made: when this try began, as its time, and the seconds of earlier ones."""
 _VERSIONED = ("torch", "open_clip_torch", "lightning", "transformers")
 log = logging.getLogger(__name__)
 
@@ -180,8 +183,10 @@ class Store:
                 _make_folder(work)
                 workspace.out.mkdir()
                 _clean_resume(workspace.resume)
+            spent = _note_beginning(work / _BEGINNING, workspace.resume)
             begun = time.monotonic()
-            info = dict(make(workspace)) | {"wall_seconds": round(time.monotonic() - begun, 3)}
+            info = dict(make(workspace))
+            info["wall_seconds"] = round(spent + time.monotonic() - begun, 3)
             self._publish(kind, key, workspace.out, content, info)
             if lock.held:  # else another process is at work there
                 discard(work)
@@ -310,6 +315,19 @@ def _make_folder(folder: Path) -> None:
         raise InputError(
             f"{wrong} is not a folder, but the store keeps one there: move it away, or set store.root=PATH"
         ) from None
+
+
+def _note_beginning(file: Path, resume: Path) -> float:
+    """Note that a try begins, and return the seconds of earlier ones, up to what each left to resume from."""
+    left = [path.stat().st_mtime for path in resume.rglob("*") if path.is_file()]
+    spent = 0.0
+    with suppress(*DAMAGE):  # the first try, or not as it was written
+        spent = float(json.loads(read_file(file, 1 << 10)))
+        spent += max(0.0, max(left, default=0.0) - file.stat().st_mtime)
+    spent = spent if left and 0 <= spent < math.inf else 0.0
+    discard(file)
+    file.write_text(json.dumps(spent))
+    return spent
 
 
 def _clean_resume(folder: Path) -> None:

@@ -53,6 +53,21 @@ def make_bert(seed: int = 0) -> nn.Module:
     return _make_seeded(lambda: BertForMaskedLM(config), seed)
 
 
+def make_vit(seed: int = 0) -> nn.Module:
+    """Whose files have the names of an earlier release, with a head of its own."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(**_TEXT, image_size=8, patch_size=4, num_labels=3)
+    return _make_seeded(lambda: ViTForImageClassification(config), seed)
+
+
+def make_text_classifier(seed: int = 0) -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(vocab_size=VOCABULARY, max_position_embeddings=32, pad_token_id=0, **_TEXT)
+    return _make_seeded(lambda: BertForSequenceClassification(config), seed)
+
+
 def make_bart() -> Any:
     """Whose encoder's names are among those of its decoder."""
     from transformers import BartConfig, BartForConditionalGeneration

@@ -233,7 +233,7 @@ def test_paths_that_hold_nothing_readable_are_named(tmp_path) -> None:
         open_checkpoint(tmp_path / "nowhere")
     with pytest.raises(InputError, match="does not exist"):
         open_checkpoint(tmp_path / "nowhere.pt")
-    with pytest.raises(InputError, match=r"holds 0 \.safetensors files"):
+    with pytest.raises(InputError, match=r"holds no weights.*\(it is empty\)"):
         open_checkpoint(tmp_path)
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(InputError, match="not a readable checkpoint"):
@@ -241,6 +241,18 @@ def test_paths_that_hold_nothing_readable_are_named(tmp_path) -> None:
     torch.save([torch.zeros(2)], tmp_path / "list.pt")
     with pytest.raises(InputError, match="holds a list"):
         open_checkpoint(tmp_path / "list.pt")
+
+
+def test_a_folder_says_what_it_holds_in_the_stead_of_weights(tmp_path, tensors) -> None:
+    (tmp_path / "checkpoint-500").mkdir()
+    write_tensors(tmp_path / "checkpoint-500" / "model.safetensors", tensors)
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    with pytest.raises(InputError, match=r"no weights.*m\.gguf\); there are some below it, in checkpoint-500"):
+        open_checkpoint(tmp_path)
+    for number in (1, 2):
+        write_tensors(tmp_path / f"model-0000{number}-of-00002.safetensors", tensors)
+    with pytest.raises(InputError, match=r"2 \.safetensors files.*their index is missing"):
+        open_checkpoint(tmp_path)
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_temporary(tmp_path, tensors) -> None:

@@ -5,7 +5,16 @@ import json
 
 import pytest
 import torch
-from checkpoints.models import make_gpt2, make_llama, save, tune
+from checkpoints.models import (
+    make_gpt2,
+    make_llama,
+    make_mixtral,
+    make_t5,
+    make_text_classifier,
+    make_vit,
+    save,
+    tune,
+)
 from composing import compose_config
 from hub_server import holds
 
@@ -116,6 +125,27 @@ def test_extract_makes_an_adapter_of_a_task_vector(world, kept, tmp_path) -> Non
     assert "weights of linear layers" in (out / "README.md").read_text()
     again = open_checkpoint(out, base=open_checkpoint(base))
     assert all(torch.allclose(again[name], adapter[name], atol=1e-6) for name in again)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [make_t5, make_vit, make_text_classifier, make_mixtral])
+def test_peft_finds_every_weight_that_an_adapter_holds(make, tmp_path) -> None:
+    save(make(), tmp_path / "base")
+    base, expert = make().state_dict(), tune(make(), 4)
+    save(expert, tmp_path / "expert")
+    adapted = load(
+        mergekit_lab.extract(tmp_path / "base", tmp_path / "expert", tmp_path / "lora", rank=32, device="cpu"),
+        make,
+    )
+    linear = {
+        f"{name}.weight" for name, module in expert.named_modules() if isinstance(module, torch.nn.Linear)
+    }
+    linear |= {name for name, value in base.items() if value.dim() == 3 and "experts" in name}
+    for name, value in expert.state_dict().items():
+        wanted = value if name in linear - set(expert.all_tied_weights_keys) else base[name]
+        torch.testing.assert_close(
+            adapted[name], wanted, rtol=1e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.filterwarnings("ignore")

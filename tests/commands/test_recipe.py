@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from checkpoints.models import make_llama, tune, write_tensors_of
+from checkpoints.models import TEXT, make_llama, tune, write_tensors_of
 from commands.recipes import CHATS, EXACT, RANDOM, STAGES, START, TOKENIZERS, TWO, merge_here
 from composing import merge_command
 
@@ -301,6 +301,21 @@ def test_what_a_configuration_lists_by_layer_follows_the_layers(tmp_path) -> Non
     config = json.loads((run(text, tmp_path / "out") / "config.json").read_text())
     assert config["num_hidden_layers"] == 6
     assert config["layer_types"] == kinds[:3] + kinds[1:]
+
+
+def test_layers_that_differ_by_their_number_stay_what_they_are_elsewhere(tmp_path) -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = TEXT | {"num_hidden_layers": 4, "head_dim": 4, "sliding_window": 4, "pad_token_id": 0}
+    Gemma2ForCausalLM(Gemma2Config(**sizes)).save_pretrained(tmp_path / "gemma")
+    file = tmp_path / "gemma" / "config.json"
+    config = json.loads(file.read_text())
+    sliding, full, *_ = config.pop("layer_types")
+    file.write_text(json.dumps(config))  # as the hub's Gemma 2 has it: every second layer is one that slides
+    source = f"- sources: [{{model: {tmp_path}/gemma, layer_range: [%d, %d]}}]\n"
+    for pieces, kinds in (([(1, 4)], [full, sliding, full]), ([(1, 2), (3, 4)], [full, full])):
+        text = "merge_method: passthrough\nslices:\n" + "".join(source % piece for piece in pieces)
+        assert json.loads((run(text, tmp_path / "out") / "config.json").read_text())["layer_types"] == kinds
 
 
 def test_stages_are_made_by_name_and_a_dry_run_sees_their_shapes(folder, tmp_path, capsys) -> None:

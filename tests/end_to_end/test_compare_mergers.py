@@ -108,6 +108,12 @@ def test_a_text_encoder_chooses_among_the_answers_of_one_s_own_texts(tmp_path) -
     assert [list(task.choices) for task in tasks.values()] == [["no", "yes"], ["yes", "no"]]
 
 
+def test_texts_of_one_name_are_refused_for_one_would_be_lost() -> None:
+    overrides = ["+experiment=compare_mergers", "base=B", "experts=[A,B]", "texts=[a/train.csv,b/train.csv]"]
+    with pytest.raises(InputError, match="several files of the name train"):
+        settle(compose_config(overrides)[0])
+
+
 @pytest.mark.parametrize(
     ("experts", "message"),
     [("[A]", "1 experts.*for 2 tasks"), ("{a: A}", "'a'")],

@@ -135,6 +135,8 @@ def test_a_plan_prices_a_training_by_its_gradients() -> None:
     for node, seconds in ((trained, 100.0), (imported, 0.1)):
         assert estimate_seconds(node, [imported, imported, trained]) == seconds  # type: ignore[arg-type]
     assert estimate_seconds(imported, [trained]) is None  # type: ignore[arg-type]
+    larger = NodeInPlan("experts", {**plain, "backbone": {"architecture": "ViT-L-14"}})
+    assert estimate_seconds(larger, [trained]) is None  # type: ignore[arg-type]
 
 
 def test_a_first_plan_does_not_say_that_it_takes_no_time(tmp_path, monkeypatch) -> None:

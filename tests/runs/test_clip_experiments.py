@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from mergekit_lab import InputError, reporting
 from mergekit_lab.backbones import OpenClip, to_transformers
+from mergekit_lab.merging import TIES
 from mergekit_lab.paths import find_conf_dir
 from mergekit_lab.programs import start
 from mergekit_lab.reporting.paper_tables import read_published
@@ -257,6 +258,14 @@ def test_a_single_merger_keeps_its_experiments_settings(more: list[str], holds: 
         if (r.backbone, r.row, r.column) == ("clip_vit_b32", "ties", "average")
     )
     assert published.have_settings(setup, row.when) is holds
+
+
+def test_a_single_merger_takes_another_inner_method(tmp_path: Path) -> None:
+    inner = ["+merger@merger.inner=ties", "merger.inner.preset=mergekit"]
+    cfg, choices = compose_config(overrides := ["+experiment=quickstart", "merger=dare", *inner])
+    method = Run(with_chosen_merger(cfg, overrides), tmp_path, choices).mergers["dare"].method
+    assert isinstance(method.inner, TIES)
+    assert method.inner.preset == "mergekit"
 
 
 def test_a_single_merger_of_another_experiment_is_its_groups(tmp_path: Path) -> None:

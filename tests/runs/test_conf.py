@@ -137,6 +137,7 @@ def test_a_merger_on_the_command_line_replaces_the_experiments_list(tmp_path) ->
         ("merger._target_=mergekit_lab.merging.TEIS", r"merger\._target_"),
         ("training.lr=${nowhere}", "does not resolve"),
         ("objective=normalised", "objective is 'normalised'.*'normalized'"),
+        ("published=[saft C33]", "saft has no table 'C33'"),
     ],
 )
 def test_a_wrong_key_or_value_is_refused_by_name(override: str, match: str) -> None:

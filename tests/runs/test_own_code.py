@@ -2,6 +2,7 @@
 
 import importlib
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,6 +88,20 @@ def test_an_edited_class_of_ones_own_gets_other_keys(tmp_path, module) -> None:
             contents.append(name_artifacts(tmp_path, shared, **{group: name}))
         one, other = contents
         assert {kind for kind in one if one[kind] != other[kind]} == kinds, group
+
+
+def test_what_is_edited_while_a_run_works_does_not_name_what_the_run_makes(tmp_path, module) -> None:
+    cfg, choices = compose_config([*TINY, "merger=task_arithmetic"])
+    cfg.merger._target_ = "my_own_code.Mine"
+    codes = []
+    for factor in (1, 2):
+        file = Path(module(factor).__file__)
+        run = Run(cfg, tmp_path, choices)
+        file.write_text("")
+        codes.append(describe_merge(run, run.mergers["task_arithmetic"])["code"])
+        codes.append(describe_code({"_target_": "my_own_code.ReadsMine"})["code"])
+    assert [list(code.values()) for code in codes[:2]] != [list(code.values()) for code in codes[2:]]
+    assert len({value for code in codes for value in code.values()}) == 2
 
 
 def test_a_class_may_name_its_own_version(module) -> None:

@@ -105,6 +105,15 @@ def test_a_second_run_finds_everything_and_says_the_same(finished, tmp_path, mon
     assert [(r.identity, r.value) for r in again] == [(r.identity, r.value) for r in before]
 
 
+def test_an_artifact_that_several_stages_or_searches_need_counts_once(finished) -> None:
+    folder, store = finished
+    timings = read_run(folder).timings
+    made = {kind.name: count(store, kind.name) for kind in store.iterdir() if kind.name != "heads"}
+    assert sum(timing.computed for timing in timings.values()) == sum(made.values())
+    assert timings["merge"].computed == made["merged"] + made["searches"] + 2  # experts on validation
+    assert not any(timing.reused for timing in timings.values())
+
+
 def test_the_coefficient_was_chosen_on_validation_by_normalized_accuracy(finished) -> None:
     folder, _ = finished
     searches = json.loads((folder / "searches.json").read_text())

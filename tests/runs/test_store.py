@@ -25,8 +25,9 @@ from mergekit_lab.store import Artifact, Store, make_key
 
 
 def run_command(folder: Path, *overrides: str, run_of=TINY) -> None:
-    cfg, choices = compose_config([*run_of, f"store.root={folder}/store", "stage=store", *overrides])
-    start(cfg, folder / "run", choices, [])
+    arguments = [*run_of, f"store.root={folder}/store", "stage=store", *overrides]
+    cfg, choices = compose_config(arguments)
+    start(cfg, folder / "run", choices, arguments)
 
 
 def put(folder: Path, *overrides: str, run_of=TINY, task: str = "digits", state=None) -> dict:
@@ -74,6 +75,10 @@ def test_a_key_that_is_not_found_is_explained_by_the_first_difference(folder, ca
         assert "(digits): 000000000000 has the same content" in caplog.text
         run_command(folder, "store.action=explain", "store.kind=fits")
         assert caplog.messages[-1].startswith("everything that this run needs is in the store")
+        run_command(
+            folder, "store.action=explain", "store.kind=searches", "merger=ties", "mergers.ties.coefficient=1"
+        )
+        assert caplog.messages[-1].startswith("everything that this run needs is in the store")
 
 
 def test_what_a_run_wants_is_kept_or_taken_and_nothing_goes_without_confirmation(folder, caplog) -> None:
@@ -97,6 +102,22 @@ def test_what_a_run_wants_is_kept_or_taken_and_nothing_goes_without_confirmation
     run_command(folder, "store.action=prune", "store.which=run", "store.confirm=true")
     assert list_keys(folder) == set()
     assert not list((folder / "store/work/removed").iterdir())
+
+
+def test_an_action_on_the_store_starts_no_run(tmp_path) -> None:
+    cfg, choices = compose_config(arguments := ["store.action=list"])
+    with pytest.raises(InputError, match="add stage=store"):
+        start(cfg, tmp_path, choices, arguments)
+
+
+def test_texts_and_downloads_in_a_store_are_no_damaged_artifacts(folder) -> None:
+    files = [folder / "store" / name for name in ("data/mine/a.csv", "packages/model-1.0/weights.gguf")]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.write_text("")
+    for action in (["verify"], ["prune", "store.which=all"]):
+        run_command(folder, f"store.action={action[0]}", "store.confirm=true", *action[1:])
+    assert all(file.exists() for file in files)
 
 
 def test_damage_is_found_and_a_sound_store_is_said_to_be_so(folder, caplog) -> None:

@@ -1,6 +1,8 @@
 """An artifact is whole or absent, made once, and named by its content alone."""
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,26 @@ def test_a_maker_that_fails_publishes_nothing_and_finds_its_resume_files_again(t
 
     store.obtain("experts", CONTENT, go_on)
     assert not (tmp_path / "work" / "experts" / make_key(CONTENT)).exists()
+
+
+def test_seconds_of_earlier_tries_count_up_to_what_each_left_to_resume_from(tmp_path) -> None:
+    store = Store(tmp_path)
+
+    def stop_after(seconds):
+        def make(workspace):
+            begun = time.time() - seconds
+            os.utime(workspace.resume.parent / "begun.json", (begun, begun))
+            if seconds:
+                (workspace.resume / "last.ckpt").write_text("")
+            raise RuntimeError("killed")
+
+        return make
+
+    for seconds in (100, 0, 50):
+        with pytest.raises(RuntimeError):
+            store.obtain("experts", CONTENT, stop_after(seconds))
+    assert store.obtain("experts", CONTENT, make_maker([])).info["wall_seconds"] == pytest.approx(150, abs=9)
+    assert store.obtain("experts", {}, make_maker([])).info["wall_seconds"] < 9
 
 
 def test_a_store_that_cannot_be_written_says_so(tmp_path) -> None:
