@@ -22,7 +22,7 @@ _FLOOR = 1e-8
 
 @dataclass
 class Bound:
-    """Of one matrix, or summed over several.
+    """The bound's terms for one matrix, or summed over several.
 
     Attributes:
         conflict: `V`.

@@ -98,7 +98,7 @@ class Sums:
 
 @dataclass
 class Spectra:
-    """Of one matrix.
+    """The spectra of the task vectors of one matrix.
 
     Attributes:
         rank: k, of the leading singular vectors that are compared.
@@ -146,7 +146,7 @@ class Layer:
 
 @dataclass
 class Interference:
-    """Of all experts, over all tensors.
+    """The measures of all experts, over all tensors.
 
     Attributes:
         experts: names, in the order of every `[T, …]`.

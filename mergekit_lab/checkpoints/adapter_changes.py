@@ -1,4 +1,4 @@
-"""What an adapter changes in a base: factors by weight, tensors that are replaced, and ties that it parts."""
+"""What an adapter changes in a base: it adds factors to weights, replaces tensors and breaks ties."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LARGEST_ALPHA = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class Factors:
-    """One adapted weight.
+    """The factors of one adapted weight.
 
     Attributes:
         parts: names of its tensors in the adapter's file, by part.
@@ -48,7 +48,7 @@ class Factors:
 
 @dataclass
 class Change:
-    """What becomes of one tensor of the base."""
+    """The change of one tensor of the base."""
 
     replaced: str | None = None
     factors: Factors | None = None
@@ -56,7 +56,7 @@ class Change:
 
 
 def check_placed(content: AdapterContent, placed: Placed) -> None:
-    """Refuse factors without a weight in the base, and an adapter of which nothing is there."""
+    """Refuse factors whose weight is not in the base, and an adapter of which nothing is in the base."""
     lost = [f"{module}.weight" for module in content.modules if module not in placed.targets]
     whole = [inner for inner in content.plain if f"={inner}" not in placed.targets]
     if not lost and len(whole) == len(content.plain) and not content.modules:
@@ -69,7 +69,7 @@ def check_placed(content: AdapterContent, placed: Placed) -> None:
 
 
 def plan_changes(content: AdapterContent, placed: Placed) -> dict[str, Change]:
-    """What an adapter does to the tensors of its base, by their names there."""
+    """The changes that an adapter makes, by the base's tensor."""
     base, targets, tensors, config = placed.base, placed.targets, content.tensors, content.config
     changes: dict[str, Change] = {}
     layouts: dict[str, Layout] = {}
@@ -113,13 +113,13 @@ def plan_changes(content: AdapterContent, placed: Placed) -> dict[str, Change]:
 
 
 def _name_pattern(content: AdapterContent, module: str, target: str) -> str:
-    """What rank and alpha patterns are matched with: a module's name, a parameter's where that is adapted."""
+    """The name that rank and alpha patterns are matched with: the module's, or the adapted parameter's."""
     outer, last = re.sub(r"(\.base_layer)+$", "", module), target.split(".")[-1]
     return f"{outer}.{last}" if last in content.stacks else outer
 
 
 def _match_parameters(content: AdapterContent, placed: Placed) -> dict[str, str]:
-    """Which parameter each of the nested wrappers of a module adapts, by shapes."""
+    """Which parameter each of a module's nested wrappers adapts. Shapes tell."""
     parameters: dict[str, str] = {}
     for outer, modules in content.nested.items():
         if len(modules) == 1 and placed.targets[modules[0]].endswith(".weight"):
@@ -194,7 +194,7 @@ def untie_parts(content: AdapterContent, placed: Placed, changes: dict[str, Chan
 
 
 def _are_alike(tensors: Checkpoint, one: Change | None, other: Change | None) -> bool:
-    """Whether two changes are the same, or each other's mirror image, as an embedding's and a head's are."""
+    """Whether two changes are equal, or each other's transpose, as those of an embedding and its head are."""
     if one is None or other is None or (one.bias is None) != (other.bias is None):
         return one is other
     if (one.replaced is None) != (other.replaced is None) or (one.factors is None) != (other.factors is None):
@@ -209,7 +209,7 @@ def _are_alike(tensors: Checkpoint, one: Change | None, other: Change | None) ->
 
 
 def _orient_factors(tensors: Checkpoint, factors: Factors) -> tuple[Tensor, Tensor]:
-    """The factors of a change of [outputs, inputs], the embedding's of [tokens, width]."""
+    """The factors of a change `[outputs, inputs]`, or of an embedding's `[tokens, width]`."""
     parts = factors.parts
     if "embedding_a" in parts:
         return tensors[parts["embedding_a"]].T, tensors[parts["embedding_b"]].T
@@ -217,7 +217,7 @@ def _orient_factors(tensors: Checkpoint, factors: Factors) -> tuple[Tensor, Tens
 
 
 def _is_repeated(content: AdapterContent, targets: Mapping[str, str], inner: str) -> bool:
-    """Whether a tensor that the base lacks is the second name of another one, as tied weights are saved."""
+    """Whether a tensor that the base lacks repeats another one, as a tied weight saved under two names does."""
     if f"={inner}" in targets:
         return False
     tensors, plain = content.tensors, content.plain
@@ -231,7 +231,7 @@ def _is_repeated(content: AdapterContent, targets: Mapping[str, str], inner: str
 def _read_factors(
     content: AdapterContent, module: str, parts: dict[str, str], configured: Any, alpha: Any, stack: int | None
 ) -> Factors:
-    """Of one module, whose configured rank and `α` these are; `stack`: of a parameter of so many matrices."""
+    """The factors of one module with this rank and `α`. `stack` is the parameter's number of matrices."""
     pair, tensors, config = name_pair(parts), content.tensors, content.config
     if bool(config.get("use_dora")) != ("magnitude" in parts):
         problem = "lacks its" if config.get("use_dora") else "is without use_dora and has a"
@@ -265,7 +265,7 @@ def _count_uses(stored: str, config: Mapping[str, Any]) -> int:
 
 
 def _check_shape(target: str, factors: Factors, tensors: Checkpoint, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Outputs and inputs of the change, which must be those of a tensor of this shape."""
+    """The change's numbers of outputs and inputs. Refuse those that do not fit a tensor of this shape."""
     a, b = (tensors.specs[factors.parts[part]].shape for part in name_pair(factors.parts))
     copies = factors.stack or 1
     outputs, inputs = b[0], math.prod(a[1:])

@@ -1,8 +1,8 @@
 """Whether a base stores a weight as [out, in], or as [in, out] like GPT-2's Conv1D.
 
-A bias has one entry an output, which tells for a weight that is not square. peft keeps one `fan_in_fan_out`
-for all modules of an adapter, that of the last one it met: the shapes of an adapted matrix that is not square
-know better. A square one is decided by what is known of its kind.
+Shapes tell unless the matrix is square: a bias has one entry per output, and an adapter's factors say how many
+outputs there are. peft's `fan_in_fan_out` tells less, because an adapter has one for all modules, that of the
+last that peft met. A square matrix is taken to be stored as others of its kind, whose names end alike.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _CONV1D = {"c_attn", "c_proj", "c_fc", "q_attn"}
 
 
 class Layout(NamedTuple):
-    """Outputs and inputs of a matrix, and the shape that it is stored in."""
+    """The outputs and inputs of a matrix, and the shape in which it is stored."""
 
     outputs_inputs: tuple[int, int]
     shape: tuple[int, ...]
 
     @property
     def transposed(self) -> bool | None:
-        """None: it is square."""
+        """Whether it is stored as [in, out]. None if it is square."""
         return None if len(set(self.shape)) == 1 else self.outputs_inputs != self.shape
 
 
@@ -76,7 +76,7 @@ def find_transposed(
 def _find_transposed_stacks(base: Checkpoint, layouts: Mapping[str, Layout], version: str) -> set[str]:
     """The adapted stacks of matrices whose factors were made for [in, out].
 
-    peft goes by the model's class, and before 0.21 it may have gone by the shape alone.
+    For this peft asks the model's class. Before 0.21 it may have looked at the shape alone.
     """
     known = {layout.transposed for layout in layouts.values() if layout.transposed is not None}
     if not known and read_config(base.folder).get("model_type") in _TRANSPOSED_STACKS:
@@ -99,7 +99,7 @@ def _release(version: str) -> tuple[int, ...]:
 def find_conv1d_weights(base: Checkpoint) -> frozenset[str]:
     """The base's weights that are stored as [in, out].
 
-    Square ones are where others of their kind are, or where others are at all and their name is Conv1D's.
+    A square one is among them if others of its kind are, or if any weight is and Conv1D layers have its name.
     """
     known = _compare_biases(base)
     names = {name for name, transposed in known.items() if transposed}
@@ -115,7 +115,7 @@ def _name_kind(name: str) -> str:
 
 
 def _compare_biases(base: Checkpoint) -> dict[str, bool]:
-    """Layouts of the base's own matrices: a bias has one entry an output."""
+    """By name of each matrix that is not square and has a bias: whether it is stored as [in, out]."""
     transposed = {}
     for name, spec in base.specs.items():
         bias = base.specs.get(name.removesuffix("weight") + "bias")

@@ -1,10 +1,15 @@
 """Where an adapter's tensors are in a base.
 
-An adapter has the names that its model had in memory. They are the base's as they are; or what transformers
-calls the base's tensors in memory, by the class that the adapter names or the base's own; or those of a part,
-which the base has under a prefix; or those of a mixture's single experts, where the base has them in stacks. A
-part's names may fit more than one prefix (the towers of a SigLIP, the encoder and the decoder of a Whisper):
-what decides is the class, then names and shapes, else nothing is folded.
+An adapter has the names that its model had in memory, and the base's files may have others. These places are
+tried in turn, until everything is found:
+
+1. The base has the adapter's names.
+2. transformers says what the base's tensors are called in memory: in the class that the adapter names, then in
+   the base's own class.
+3. The adapter is of a part of the base, whose names begin with a prefix there. Several prefixes may fit (the
+   towers of a SigLIP, the encoder and the decoder of a Whisper). Then names and shapes decide, then the class.
+   If they do not, the adapter is refused.
+4. The adapter changes single experts of a mixture, which the base has in stacks.
 """
 
 from __future__ import annotations
@@ -34,14 +39,14 @@ class Wanted(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Where everything is.
+    """Where the wanted tensors are.
 
     Attributes:
-        base: the base, with the stacks that its tensors have in memory if the adapter changes one, or with
-            stacks in pieces if it changes some of those.
-        targets: names in `base`, by what is wanted; what is nowhere is not there.
-        seconds: names of tied weights that `base` lacks or repeats, each with the first.
-        back: how `base`, with the adapter folded in, becomes the given one again.
+        base: the base in the layout that the adapter was made for: as given, with the stacks that it has in
+            memory, or with these stacks in pieces.
+        targets: the name in `base` of each wanted tensor that was found.
+        seconds: second names of tied weights, which `base` lacks or repeats, each with the first name.
+        back: returns `base`, with the adapter folded in, to the layout that was given. None if it is that.
     """
 
     base: Checkpoint
@@ -51,13 +56,14 @@ class Placed(NamedTuple):
 
 
 def locate(base: Checkpoint, wanted: Mapping[str, Wanted], class_name: str | None) -> Placed:
-    """Find everything that is wanted.
+    """Find the wanted tensors: the first place that has all of them, else the one that has most.
 
     Args:
+        wanted: parts of an adapter, by any key.
         class_name: the class of the adapter's model, if the adapter says.
 
     Raises:
-        InputError: two prefixes fit, and nothing tells which.
+        InputError: several prefixes fit equally well.
     """
     ties = bool(base.find_ties()) or bool(is_tying_embeddings({**read_config(base.folder), **base.changed}))
     direct = _select_known(wanted, base.specs.__contains__)
@@ -83,7 +89,9 @@ def locate(base: Checkpoint, wanted: Mapping[str, Wanted], class_name: str | Non
 
 
 def _place_in_pieces(base: Checkpoint, architecture: Architecture) -> Placed | None:
-    """The base with a mixture's experts one by one, as earlier releases write them; None if it has them so."""
+    """The base with its stacks of experts in pieces, one tensor per expert, as earlier releases of transformers
+    write them. None if it has no stacks.
+    """
     own, shapes = architecture.match_names(base), architecture.list_pieces()
     split = architecture.match_names(shapes)
     own = {target: made for target, made in own.items() if made.name and target in split}
@@ -108,7 +116,7 @@ def _select_known(wanted: Mapping[str, Wanted], known: Callable[[str], bool]) ->
 
 
 def _list_second_names(base: Checkpoint, architecture: Architecture | None) -> dict[str, str]:
-    """Second names of tied weights, also of those that the files leave out."""
+    """Second names of tied weights, whether or not the files have them."""
     seconds = dict(base.find_ties())
     if architecture is not None:
         names = {target: made.name or target for target, made in architecture.match_names(base).items()}
@@ -138,7 +146,7 @@ def _place_by_architecture(
 
 
 def _is_only_moved(name: str, made: Made) -> bool:
-    """Whether a file has this tensor as it is in memory, under the same last name."""
+    """Whether the file's tensor equals the one in memory, and the last part of its name does too."""
     return made.name is not None and made.name.rpartition(".")[2] == name.rpartition(".")[2]
 
 
@@ -173,7 +181,7 @@ def _place_by_prefix(
 
 
 def _list_prefixes(base: Checkpoint, wanted: Iterable[Wanted]) -> list[tuple[str, str]]:
-    """What may be left out before names, or put there: all that makes some of them the base's."""
+    """Pairs of a prefix to drop from names and one to add: all with which some wanted name is the base's."""
     names = {name for want in wanted for name in want.names}
     added = {head for name in base for head, rest in cut_at_dots(name) if rest in names}
     dropped = {head for name in names for head, rest in cut_at_dots(name) if rest in base}

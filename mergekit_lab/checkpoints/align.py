@@ -76,8 +76,9 @@ def align(
 
 
 def untie(base: Checkpoint, experts: Iterable[Checkpoint], say: Say = lambda text: None) -> Checkpoint:
-    """The base with two tensors for each weight that it ties and an expert does not, and the configuration that
-    goes with them."""
+    """The base, changed to have two tensors for each weight that it ties and an expert does not. Its
+    configuration says so too.
+    """
     pairs = {name: kept for expert in experts for name, kept in expert.untied.items()}
     pairs = {name: kept for name, kept in pairs.items() if kept in base}
     if not pairs:
@@ -93,7 +94,7 @@ def untie(base: Checkpoint, experts: Iterable[Checkpoint], say: Say = lambda tex
 
 
 def list_computed_buffers(checkpoint: Checkpoint) -> list[str]:
-    """Tensors that a model makes anew from its configuration, whatever a file holds: they are never merged."""
+    """Tensors that a model computes from its configuration, whatever a file holds. They are never merged."""
     return [name for name, spec in checkpoint.specs.items() if _is_computed(name, spec)]
 
 
@@ -130,14 +131,14 @@ def _rename(base: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
 
 
 def _view_under(checkpoint: Checkpoint, names: Mapping[str, str]) -> View:
-    """Its tensors that `names` lists, each under its new name."""
+    """The checkpoint's tensors that `names` lists, each under its new name."""
     ties = checkpoint.find_ties().items()
     tied = {names[name]: names[kept] for name, kept in ties if name in names and kept in names}
     return View(checkpoint, checkpoint.list_entries({new: name for name, new in names.items()}), tied)
 
 
 def _respell(name: str) -> str:
-    """A name without wrappers of modules, in the newer spelling."""
+    """A tensor's name without what wrappers of modules add to it, in the newer spelling."""
     name = _WRAPPERS.sub("", name)
     for old, new in _SPELLINGS:
         name = old.sub(new, name)
@@ -147,7 +148,7 @@ def _respell(name: str) -> str:
 def _choose_prefixes(
     base: Checkpoint, expert: Checkpoint, usuals: Mapping[str, str], wanted: Mapping[str, str]
 ) -> tuple[str, str]:
-    """What to leave out before every name, or to put there, so that most of the base's names are met.
+    """The prefix to drop from every name, or to add to it, with which most names are the base's.
 
     Args:
         usuals: the expert's names, each in its usual spelling.
@@ -191,13 +192,14 @@ def _choose_prefixes(
 
 
 def cut_at_dots(name: str) -> list[tuple[str, str]]:
-    """A name cut after each of its dots."""
+    """The beginning and the rest of a name, for each dot that it can be cut after."""
     return [(name[: dot.end()], name[dot.end() :]) for dot in re.finditer(r"\.", name)]
 
 
 def _use_base_layout(base: Checkpoint, renamed: Checkpoint, expert: Checkpoint, say: Say) -> Checkpoint:
-    """The expert under the names of the base's files, or of its model in memory, where one has the former and
-    the other the latter; the stacks of a mixture's experts in the base's pieces, or the other way round."""
+    """The expert in the base's layout, if one of both has the layout of files and the other that of a model in
+    memory: with the base's names, and a mixture's experts stacked or in pieces as there.
+    """
     lacking = len(base.keys() - renamed.keys())
     extra = [name for name in renamed if name not in base and not _is_computed(name, renamed.specs[name])]
     if not lacking or not extra:
@@ -211,7 +213,7 @@ def _use_base_layout(base: Checkpoint, renamed: Checkpoint, expert: Checkpoint, 
 
 
 def _list_architectures(base: Checkpoint, expert: Checkpoint) -> Iterator[Architecture]:
-    """What may say how two layouts belong together, the surest first."""
+    """Architectures that may know both layouts, the most reliable first."""
     for holder, class_name in ((base, read_class_name(expert.folder)), (base, None), (expert, None)):
         architecture = find_architecture(holder, class_name)
         if architecture is not None:

@@ -81,11 +81,11 @@ class Checkpoint(Mapping[str, Tensor]):
         raise NotImplementedError
 
     def find_ties(self) -> dict[str, str]:
-        """Names that are another name for the same weight, each with the name that is kept."""
+        """Second names of weights with two names, each with the name that is kept."""
         return {}
 
     def list_entries(self, names: Mapping[str, str] | None = None) -> dict[str, Entry]:
-        """All tensors to make another checkpoint of; or those of some names, by the names that they get."""
+        """Entries from which another checkpoint is made: all, or those of `names`, a mapping from new names."""
         own = names if names is not None else {name: name for name in self}
         return {new: Entry(self.specs[n], partial(self.__getitem__, n)) for new, n in own.items()}
 
@@ -139,9 +139,9 @@ class InMemory(Checkpoint):
 
 
 class Computed(Checkpoint):
-    """A checkpoint whose tensors are made when they are asked for.
+    """A checkpoint whose tensors are computed when they are asked for.
 
-    The last one stays with the thread that asked: who reads a tensor in blocks asks for it once a block.
+    Each thread keeps its last tensor, because a reader of blocks asks for the same tensor once per block.
     """
 
     @cached_property

@@ -1,7 +1,7 @@
 """Checkpoints in files: safetensors, torch's pickles, and indexes over several of either.
 
-Headers are read when a file is opened, tensor data when a tensor is asked for. Nothing is trusted: pickles
-are opened with `weights_only=True` only, an index may name files below its own folder only.
+Headers are read when a file is opened, tensor data when a tensor is asked for. Files are not trusted: pickles
+are opened only with `weights_only=True`, and an index may name only files below its own folder.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _QUANTIZATION = "_quantization_metadata"
 
 
 def is_index(file: Path) -> bool:
-    """Whether a file is called as an index is, a variant's (`model.safetensors.index.fp16.json`) too."""
+    """Whether a file is named as an index, or as a variant's, such as `model.safetensors.index.fp16.json`."""
     return _INDEX.fullmatch(file.name) is not None
 
 
@@ -119,7 +119,7 @@ class Safetensors(Checkpoint):
 
     @cached_property
     def _tied(self) -> dict[str, str]:
-        """Files cannot say it: the vocabulary's tensors are compared, if `config.json` ties them."""
+        """Ties by `config.json`. Files do not record them, so the values of the two tensors are compared."""
         return find_configured_ties(self)
 
 
@@ -176,7 +176,7 @@ def load_pickled(file: Path) -> dict[str, Any]:
 
 
 def _load(file: Path) -> Any:
-    """What a torch file holds, mapped if its records lie in it as they are."""
+    """The content of a torch file, mapped into memory if its records are stored uncompressed."""
     mapped = _can_be_mapped(file)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*TorchScript", UserWarning)
@@ -206,7 +206,7 @@ def _can_be_mapped(file: Path) -> bool:
 
 
 class _Inert:
-    """What stands for an object whose class is not looked up: it takes what a pickle says, and does nothing."""
+    """Stands for an object whose class is not imported. It accepts what a pickle says, and does nothing."""
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> _Inert:
         return super().__new__(cls)
@@ -229,7 +229,7 @@ _STORED = {
 
 
 class _StorageSizes(pickle.Unpickler):
-    """The bytes of every storage that a pickle of torch names; no class in it is looked up, nothing is made."""
+    """The size in bytes of every storage that a torch pickle names. None of its classes is imported."""
 
     def __init__(self, opened: IO[bytes]) -> None:
         super().__init__(opened)
@@ -248,7 +248,7 @@ _PLAIN = (type(None), bool, int, float, str, bytes)
 
 
 def _load_around_foreign_classes(file: Path) -> Any:
-    """What a torch file holds, with nothing in the stead of objects that are no tensors: settings, paths, …
+    """The content of a torch file, with inert objects in place of settings, paths and others but tensors.
 
     Their classes are not imported and nothing of them is called.
     """
@@ -267,7 +267,7 @@ def _load_around_foreign_classes(file: Path) -> Any:
 
 
 def _find_state_dict(file: Path, content: Any) -> dict[str, Any]:
-    """The tensors of a state dict, which may lie in a trainer's container; plain values stay out."""
+    """The tensors of a state dict, which may be inside a trainer's container. Plain values are left out."""
     if not isinstance(content, Mapping):
         raise InputError(f"{file} holds a {type(content).__name__}, not a state dict")
     inner = {key: value for key, value in content.items() if isinstance(value, Mapping)}

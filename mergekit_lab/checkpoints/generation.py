@@ -22,8 +22,9 @@ _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def follow_tokenizer(source: Path, files: Files) -> dict[str, Path | str]:
-    """A model's planned files with the generation settings that go with the tokenizer of `source`: its
-    `generation_config.json`, or its token ids where it has none."""
+    """A model's planned files, with the generation settings that go with the tokenizer of `source`: its
+    `generation_config.json`, or its token ids if it has none.
+    """
     ids = _read_token_ids(source)
     changed = dict(files)
     if (source / GENERATION_CONFIG).is_file():
@@ -41,7 +42,7 @@ def follow_tokenizer(source: Path, files: Files) -> dict[str, Path | str]:
 def describe_tokenizer(
     base: Path | None, experts: Mapping[str, Path | None], source: Path | None, name: str
 ) -> list[str]:
-    """What of tokenizers, templates and generation settings is taken, and from where; what of experts is not.
+    """Sentences on where tokenizer, template and generation settings come from, and which experts' are dropped.
 
     Args:
         source, name: the folder that the result's tokenizer comes from, and what it is called.
@@ -86,14 +87,14 @@ def _read_ends(folder: Path) -> set[int]:
 
 
 def _end_token(folder: Path) -> str | None:
-    """Of the tokenizer alone: what it ends a text with."""
+    """The token with which the tokenizer itself ends a text."""
     token = read_object(folder / "tokenizer_config.json").get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 
 
 def _read_token_ids(folder: Path) -> dict[str, Any]:
-    """Of the generation settings, else of the configuration, else of the tokenizer."""
+    """Special tokens' ids from the generation settings, else the configuration, else the tokenizer."""
     config = read_config(folder)
     parts = [read_object(folder / GENERATION_CONFIG), config, config.get("text_config")]
     known = [part for part in parts if isinstance(part, dict)]

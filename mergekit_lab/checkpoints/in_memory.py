@@ -1,10 +1,10 @@
-"""What transformers calls the tensors of a folder once they are in a model, and how it makes them of files.
+"""What transformers calls the tensors of a folder in memory, and how it makes them from the tensors of files.
 
-Files on the hub keep the names of the release that wrote them. A model in memory, and hence an adapter of peft
-or a state dict, has others: `language_model.model.layers.0` in the files of Gemma 3 is
-`model.language_model.layers.0` in memory, and the experts of a mixture are one stack there. transformers 5
-has a mapping between both for every class; it is asked here, with a model without memory, and only where names
-do not fit as they are.
+Files on the hub keep the names of the release that wrote them. A model in memory, and so a peft adapter or a
+state dict, may have others: `language_model.model.layers.0` in the files of Gemma 3 is
+`model.language_model.layers.0` in memory, and the experts of a mixture are one stack there. transformers 5 has
+a mapping between both for every class. It is asked here with a model on the device meta, which takes no memory,
+and only if the files' names do not fit.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _LAYERS = re.compile(r"^(n|num|encoder|decoder)_(\w+_)?layers?$|^depth$")
 
 @dataclass(frozen=True)
 class Made:
-    """How a tensor in memory is made of a file's.
+    """How a tensor in memory is made from tensors of a file: stack, then join, then swap dimensions.
 
     Attributes:
-        sources: names in the file: for each part that is joined, the tensors that are stacked, in order.
-        stacked: the dimension along which the tensors of a part are stacked; None: each part is one tensor.
-        joined: the dimension along which the parts are joined; None: there is one part.
-        turned: pairs of dimensions that are swapped at the end, in order.
+        sources: names in the file, by part. The tensors of a part are stacked, and the parts are joined.
+        stacked: the dimension along which the tensors of a part are stacked. None if each part is one tensor.
+        joined: the dimension along which the parts are joined. None if there is one part.
+        turned: pairs of dimensions that are swapped, in order.
     """
 
     sources: tuple[tuple[str, ...], ...]
@@ -44,7 +44,7 @@ class Made:
 
     @property
     def name(self) -> str | None:
-        """The file's only tensor, where it is taken as it is."""
+        """The name of the file's tensor that is taken unchanged; None if there is more to do."""
         plain = self.stacked is None and self.joined is None and not self.turned
         return self.sources[0][0] if plain else None
 
@@ -53,7 +53,7 @@ class Made:
         return [name for part in self.sources for name in part]
 
     def make(self, read: Callable[[str], Tensor]) -> Tensor:
-        """The tensor in memory of the file's tensors."""
+        """Make the tensor in memory. `read` returns the file's tensor of a name."""
         parts = [
             torch.stack([read(name) for name in part], self.stacked)
             if self.stacked is not None
@@ -66,14 +66,14 @@ class Made:
         return whole.contiguous()
 
     def describe(self, specs: Mapping[str, TensorSpec]) -> TensorSpec:
-        """Of the tensor in memory."""
+        """Shape and dtype of the tensor in memory. `specs` are those of the file's tensors."""
         if self.name is not None:
             return specs[self.name]
         whole = self.make(lambda n: torch.empty(specs[n].shape, dtype=specs[n].dtype, device="meta"))
         return TensorSpec(tuple(whole.shape), whole.dtype)
 
     def take(self, whole: Tensor, name: str, shape_of: Callable[[str], tuple[int, ...]]) -> Tensor:
-        """The file's tensor of a name out of the tensor in memory."""
+        """The inverse of `make`: cut one tensor of the file, by its name, from the tensor in memory."""
         for pair in reversed(self.turned):
             whole = whole.transpose(*pair)
         part = next(n for n, names in enumerate(self.sources) if name in names)
@@ -95,9 +95,9 @@ class Architecture:
         shapes: of every tensor, by its name in memory.
         tied: names in memory of second names of tied weights, each with the first.
         conversions: transformers' own, of names and of tensors.
-        list_pieces: shapes of every tensor of a file of an earlier release, with a mixture's experts one by
-            one.
-        parts: class of every model within this one, by what stands before its tensors' names.
+        list_pieces: returns the shapes of all tensors in files of an earlier release, which hold a mixture's
+            experts one by one.
+        parts: the class of every model within this one, by the prefix of its tensors' names.
         linear: weights of linear layers, by their names in memory.
     """
 
@@ -111,7 +111,7 @@ class Architecture:
     linear: frozenset[str] = frozenset()
 
     def match_names(self, names: Iterable[str]) -> dict[str, Made]:
-        """How each tensor in memory is made of a file's tensors with these names, where they are for it."""
+        """How tensors in memory are made from the tensors of a file with these names, as far as they can be."""
         from transformers.core_model_loading import dot_natural_key, rename_source_key
 
         present: Any = dict.fromkeys(self.shapes, True)
@@ -137,7 +137,7 @@ class Architecture:
         return plain
 
     def find_parts(self, names: Iterable[str]) -> dict[str, str]:
-        """`parts`, also by what stands before their tensors in a file with these names."""
+        """`parts`, and the same classes by the prefixes that their tensors have in a file with these names."""
         parts = dict(self.parts)
         for target, made in self.match_names(names).items():
             for head, class_name in self.parts.items():
@@ -148,7 +148,7 @@ class Architecture:
 
 
 def _read_converter(converter: Any, by_pattern: Mapping[str, Sequence[str]]) -> Made | None:
-    """What a converter does to these tensors; None where it does what is not done here."""
+    """What one of transformers' converters does to these tensors. None if it is more than `Made` can say."""
     if len(converter.target_patterns) != 1 or set(by_pattern) != set(converter.source_patterns):
         return None
     stacked = joined = None
@@ -171,8 +171,9 @@ def _read_converter(converter: Any, by_pattern: Mapping[str, Sequence[str]]) -> 
 
 
 def find_architecture(checkpoint: Checkpoint, name: str | None = None) -> Architecture | None:
-    """The class that a checkpoint's configuration names, or another class with that configuration; None where
-    transformers does not know it."""
+    """The class that a checkpoint's configuration names, or the class `name` with that configuration. None if
+    transformers does not know it.
+    """
     folder = checkpoint.folder
     if folder is None or not (folder / "config.json").is_file():
         return None
@@ -221,7 +222,7 @@ def _find_architecture(folder: Path, stamp: int, name: str, tensors: int) -> Arc
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Log nothing of transformers: what it says of a configuration is for those who load the model."""
+    """Silence transformers' logger. Its remarks on a configuration are for those who load the model."""
     import transformers
 
     verbosity = transformers.logging.get_verbosity()
@@ -241,9 +242,9 @@ def _list_pieces(model: Any) -> Mapping[str, tuple[int, ...]]:
 
 
 def list_mixtures(specs: Mapping[str, TensorSpec]) -> list[Architecture]:
-    """How the stacked experts of a mixture without a class are made of matrices, one for each expert and
-    projection, by the two spellings of transformers. Stacks of square matrices are not among them: theirs may
-    be [in, out]."""
+    """Architectures for a mixture of unknown class, whose stacks of experts are made from single matrices, in
+    each of transformers' two spellings. They leave out stacks of square matrices, which may be [in, out].
+    """
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     shapes = {n: s.shape for n, s in specs.items() if len(s.shape) != 3 or s.shape[-1] != s.shape[-2]}
@@ -266,13 +267,15 @@ def _find_largest_count(config: Any) -> int:
 def choose_prefix(
     prefixes: Sequence[str], class_name: str | None, whole: Architecture | None, names: Iterable[str]
 ) -> str | None:
-    """Which of several prefixes stands before the names of a class in a larger model; None if nothing tells.
+    """Which of several prefixes the tensors of a class have in a larger model. None if nothing tells.
 
-    That is where the larger model has a part of the class, if it is known and has one; else what transformers
-    puts before this class, unless the prefixes are of different depths: a `BertModel` may be an `encoder.`
-    beside a `decoder.bert.`.
+    It is the prefix of the larger model's only part of that class. If it has no such part, it is the prefix
+    that transformers uses for the class. Prefixes of different depths are not compared with that, because a
+    `BertModel` may be an `encoder.` beside a `decoder.bert.`.
 
     Args:
+        class_name: of the part.
+        whole: the larger model's class, if it is known.
         names: of the larger model's file.
     """
     import transformers
@@ -288,7 +291,7 @@ def choose_prefix(
 
 
 def as_loaded(checkpoint: Checkpoint, architecture: Architecture) -> View:
-    """A checkpoint under the names, and with the stacks, that its tensors have in memory."""
+    """A checkpoint with the names and stacks that it has in memory."""
     entries = {
         target: Entry(made.describe(checkpoint.specs), partial(made.make, checkpoint.__getitem__))
         for target, made in architecture.match_names(checkpoint).items()
@@ -299,12 +302,13 @@ def as_loaded(checkpoint: Checkpoint, architecture: Architecture) -> View:
 def as_relaid(
     checkpoint: Checkpoint, own: Mapping[str, Made], like: Mapping[str, TensorSpec], theirs: Mapping[str, Made]
 ) -> View:
-    """A checkpoint under another one's names, in its stacks or pieces.
+    """A checkpoint in the layout of another one: with its names, and its stacks or pieces.
 
     Args:
-        own, theirs: how each tensor in memory is made of the tensors of `checkpoint`, and of the other's. What
-            is in one of them alone keeps its name.
-        like: of every tensor of the other one.
+        checkpoint: the one to change.
+        own, theirs: how each tensor in memory is made from the tensors of `checkpoint`, and of the other one. A
+            tensor that only one of them has keeps its name.
+        like: shape and dtype of every tensor of the other one.
     """
     entries = checkpoint.list_entries()
     source = View(checkpoint, entries)  # keeps the stack of which pieces are read one by one

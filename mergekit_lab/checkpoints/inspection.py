@@ -133,7 +133,7 @@ def describe_model(base: Checkpoint) -> list[str]:
 
 
 def describe_tensors(base: Checkpoint) -> list[str]:
-    """Names, shapes and dtypes; numbers within names are one line, `layers.*.w`."""
+    """Names, shapes and dtypes. Names that differ only in numbers share a line, `layers.*.w`."""
     alike = Counter((_NUMBER.sub("*", name), spec) for name, spec in base.specs.items())
     return [
         f"{name}: {' × '.join(map(str, spec.shape)) or 'a number'}, {str(spec.dtype).removeprefix('torch.')}"

@@ -1,4 +1,4 @@
-"""A model that is put together of layers of others: stacked, interleaved, repeated, left out.
+"""A model put together from layers of other models: stacked, interleaved, repeated or left out.
 
 Tensors before the layers come from the first part, those after them from the last. The configuration says how
 many layers there are, and what it lists layer by layer follows them.
@@ -48,7 +48,7 @@ def split_layer(name: str) -> LayerName | None:
 
 
 def count_layers(names: Iterable[str]) -> dict[str, int]:
-    """How many layers each stack has that these tensors belong to."""
+    """The number of layers in each stack of layers, by its prefix."""
     counts: dict[str, int] = {}
     for parsed in filter(None, map(split_layer, names)):
         counts[parsed.stack] = max(counts.get(parsed.stack, 0), parsed.layer + 1)
@@ -109,7 +109,7 @@ def arrange_layers(parts: Sequence[LayerRange], label: str) -> Checkpoint:
 
 
 def _find_stack(model: Checkpoint) -> tuple[str, int]:
-    """What the layers' names begin with, and how many there are."""
+    """The prefix of the layers' names, and the number of layers."""
     counts = count_layers(model)
     if len(counts) != 1:
         stacks = f"several stacks of layers ({join_names(counts)})" if counts else "no layers"
@@ -118,7 +118,7 @@ def _find_stack(model: Checkpoint) -> tuple[str, int]:
 
 
 def _list_shapes(model: Checkpoint) -> dict[str, set[tuple[int, ...]]]:
-    """The shapes of a layer's tensors over all layers, by what their names end with."""
+    """The shapes that a tensor has in all layers, by the end of its name."""
     shapes: dict[str, set[tuple[int, ...]]] = {}
     for name, spec in model.specs.items():
         parsed = split_layer(name)
@@ -127,7 +127,7 @@ def _list_shapes(model: Checkpoint) -> dict[str, set[tuple[int, ...]]]:
 
 
 def _rewrite(parts: Sequence[LayerRange], layers: int) -> dict[str, Any]:
-    """Keys of the first part's configuration with other values for these layers."""
+    """The keys of the first part's configuration that get other values for these layers."""
     config = _read_layers(parts[0].model)
     count = _find_stack(parts[0].model)[1]
     if not config:
@@ -149,7 +149,7 @@ def _rewrite(parts: Sequence[LayerRange], layers: int) -> dict[str, Any]:
 
 
 def _list_by_layer(model: Checkpoint) -> dict[str, list[Any]]:
-    """What each layer is: as listed, else as transformers derives it, such as every sixth."""
+    """The type of each layer: as listed, else as transformers derives it, such as every sixth."""
     derived = model.folder and read_as_transformers(model.folder)
     listed = (_read_layers(model), _select_text(derived or {}))
     kinds = {key: next((c[key] for c in listed if c.get(key) is not None), None) for key in _BY_LAYER}
@@ -157,7 +157,7 @@ def _list_by_layer(model: Checkpoint) -> dict[str, list[Any]]:
 
 
 def _read_layers(model: Checkpoint) -> dict[str, Any]:
-    """The part of a configuration that speaks of layers, as it is for these tensors."""
+    """The part of a configuration that describes the layers of these tensors."""
     return _select_text({**read_config(model.folder), **model.changed})
 
 

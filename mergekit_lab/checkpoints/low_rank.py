@@ -36,13 +36,13 @@ _KINDS = (LEFT, RIGHT, COORDINATES, PARTS, DIVISOR, SHARED, MASKS, RESCALERS)
 
 
 def count_bytes(shape: Sequence[int]) -> int:
-    """Of a mask of a tensor, in bits."""
+    """The bytes of a tensor's mask, at one bit per entry."""
     return -(-math.prod(shape) // 8)
 
 
 @dataclass(frozen=True)
 class LowRankRecord:
-    """What factors belong to.
+    """What stored factors belong to.
 
     Attributes:
         experts: their names, in the order of the atoms.
@@ -179,13 +179,13 @@ class LowRank(Computed):
 
 
 def _mask_expert(shared: Tensor, masks: Tensor, rescalers: Tensor, task: int) -> Tensor:
-    """One expert's share of what all share, `[*S]`."""
+    """One expert's part of the shared task vector, `[*S]`."""
     bits = torch.from_numpy(numpy.unpackbits(masks[task].cpu().numpy(), count=shared.numel()))
     return shared * bits.to(shared).view(shared.shape) * rescalers[task]
 
 
 def _check_factors(label: str, factors: Checkpoint, base: Checkpoint, experts: int) -> None:
-    """Every tensor has all of its factors, of shapes that fit, or none."""
+    """Refuse a tensor with some of its factors, or with factors of shapes that do not fit."""
     known: set[str] = set()
     for name, spec in base.specs.items():
         stored = {kind: factors.specs.get(name + kind) for kind in _KINDS}

@@ -152,7 +152,9 @@ def compare_configs(
 
 
 def _matters(mismatch: Mismatch, base: Checkpoint, is_merged: Callable[[str], bool]) -> bool:
-    """Whether a tensor is merged that a key decides about, by the tensors' names; where none tells, by all."""
+    """Whether a merged tensor is among those that a key decides about, by their names. If no tensor of the
+    model has such a name, any merged tensor counts.
+    """
     *above, _ = mismatch.key.split(".")
     stems = [re.sub("_?(config|cfg)$", "", key) for key in above if re.search("config$|cfg$|coder$", key)]
     names = list(base)
@@ -186,7 +188,7 @@ def _list_mismatches(base: Checkpoint, expert: Checkpoint) -> list[Mismatch]:
 
 
 def _find_folder(checkpoint: Checkpoint) -> Path | None:
-    """Where the configuration is: of an adapter, its model's."""
+    """The folder with a checkpoint's configuration; for an adapter, its model's folder."""
     adapter = find_adapter(checkpoint)
     return adapter.base.folder if adapter is not None else checkpoint.folder
 
@@ -200,7 +202,7 @@ def _open_clip_config(folder: Path) -> dict[str, Any]:
 
 
 def read_as_transformers(folder: Path) -> dict[str, Any] | None:
-    """A configuration with its defaults, under the newest names of its keys; None of an unknown class."""
+    """A configuration with its defaults and the newest names of keys. None if transformers lacks the class."""
     import transformers
 
     try:
@@ -212,7 +214,7 @@ def read_as_transformers(folder: Path) -> dict[str, Any] | None:
 
 
 def _with_newer_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary positions as transformers 5 writes them."""
+    """The configuration with rotary positions written as transformers 5 does."""
     newer = {
         key: _with_newer_keys(value) if key in _PARTS and isinstance(value, Mapping) else value
         for key, value in config.items()
@@ -228,8 +230,9 @@ def _with_newer_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 def _make_comparable(
     base: dict[str, Any], expert: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """A model and a part of a larger one: the part's configuration, and its key; of two parts of that type
-    the one that differs less."""
+    """Both configurations and "". If one is of a larger model with a part like the other, that part's
+    configuration replaces it, and its key is returned. Of two such parts the one that differs less is taken.
+    """
     for whole, single, swap in ((base, expert, False), (expert, base, True)):
         parts = _list_parts(whole)
         if not parts or _list_parts(single):
@@ -264,7 +267,7 @@ def _list_differences(base: Mapping[str, Any], expert: Mapping[str, Any], part: 
 
 
 def _name_labels(checkpoint: Checkpoint) -> list[str]:
-    """In the order of rows; none where they are transformers' stand-ins."""
+    """The labels in the order of rows; empty if they are unknown, or transformers' placeholders."""
     config = read_config(_find_folder(checkpoint))
     labels = config.get("id2label")
     timm = config.get("label_names") or _read_part(config, "pretrained_cfg").get("label_names")

@@ -1,13 +1,14 @@
-"""A model's folder, published at once.
+"""Publish a model's folder in one step.
 
-Everything is written into a hidden sibling, flushed, and renamed: whoever looks at `out` sees the folder that
-was there before, or the whole new one. A process that is killed leaves the hidden sibling, which the next merge
-into the same folder removes. Where the system cannot exchange two folders at once (it can on Linux, on most
-filesystems), a process killed between two renames leaves no `out`; the next merge puts the old one back first.
+All files are written into a hidden folder beside `out`, flushed, and renamed. So a reader of `out` sees either
+the old folder or the whole new one. A process that is killed leaves its hidden folder behind, and the next
+merge into `out` removes it. Linux can exchange two folders in one step on most filesystems. Where that fails,
+two renames do it. A process killed between them leaves no `out`, and the next merge first puts the old one
+back.
 
-Whoever fills a hidden sibling holds a lock on it, which the kernel takes back when the process ends. The name
-says since which start of which kernel: a lock proves nothing about another machine's processes. Process numbers
-and host names, which containers share, decide nothing.
+The process that fills a hidden folder holds a lock on it, which the kernel releases when the process ends. A
+lock says nothing about another machine's processes, so the folder's name contains an id of the kernel's boot.
+Process numbers and host names do not decide anything, because containers share them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ RECORD = "mergekit_lab.json"
 
 
 def check_out(out: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> None:
-    """Refuse a folder that a merge must not write.
+    """Refuse an `out` that a merge must not write.
 
     Raises:
         InputError: a file, a folder with something in it (with `overwrite`: that no merge wrote), one that
@@ -131,7 +132,7 @@ def _check_whole(out: Path, partial: Path, lock: int, planned: Mapping[str, int]
 
 
 def _make_partial(out: Path) -> tuple[Path, int]:
-    """A hidden sibling under a name of its own, and its lock, held before anybody can take it for abandoned."""
+    """Make a hidden folder with a unique name, and its lock, held before anybody can take it for abandoned."""
     token = uuid.uuid4().hex[:12]
     making = out.with_name(f".{token}.making")
     making.mkdir()
@@ -152,9 +153,9 @@ def _take_lock(lock: int) -> bool:
 
 _MAKING = re.compile(r"\.[0-9a-f]{12}\.making")
 _FORGOTTEN = 3600.0
-"""Seconds after which an empty folder that has not come to its name is nobody's."""
+"""Seconds after which an empty folder that was not renamed counts as abandoned."""
 _LONGEST = 150
-"""Bytes of a name that hidden siblings repeat; what is longer is cut, and told apart by a hash."""
+"""Bytes of `out`'s name that hidden folders repeat. Longer names are cut and get a hash."""
 
 
 def _make_prefix(out: Path) -> str:
@@ -165,7 +166,7 @@ def _make_prefix(out: Path) -> str:
 
 
 def _read_boot() -> str:
-    """Which kernel since which start: as far as locks reach."""
+    """An id of this boot of the kernel, within which locks can be trusted; the host's name without one."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -174,8 +175,9 @@ def _read_boot() -> str:
 
 
 def _clear_leftovers(out: Path) -> None:
-    """Delete what merges that were killed left beside `out`, if it is sure that they were. What one had moved
-    away when it was killed between two renames becomes `out` again."""
+    """Delete what killed merges left beside `out`, if they were surely killed. An old `out` that one had moved
+    away between two renames is put back.
+    """
     for making in out.parent.glob(".*.making"):  # as it is for a moment, and empty
         with suppress(OSError):
             if _MAKING.fullmatch(making.name) and time.time() - making.stat().st_mtime > _FORGOTTEN:
@@ -201,7 +203,7 @@ def _find_siblings(out: Path, suffix: str) -> list[Path]:
 
 
 def _is_abandoned(partial: Path) -> bool:
-    """Whether a process of this boot made it, and lives no more."""
+    """Whether a process of this boot made the folder, and has ended."""
     if f".{_read_boot()}." not in partial.name:
         return False
     try:
@@ -215,7 +217,7 @@ def _is_abandoned(partial: Path) -> bool:
 
 
 def sync_tree(folder: Path) -> None:
-    """Have a folder, and all that is in it, on the disk."""
+    """Flush a folder and everything in it to the disk."""
     for path in [*folder.rglob("*"), folder]:
         sync_to_disk(path)
 
@@ -237,7 +239,7 @@ _RENAME_EXCHANGE = 2
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Give two paths each other's content at once, by Linux's `renameat2`; False where that cannot be done."""
+    """Exchange two paths in one step by Linux's `renameat2`. Returns False if the system cannot."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
     if rename is None:
         return False

@@ -1,8 +1,8 @@
 """Recognize and refuse quantized checkpoints, whose numbers mean nothing without their scales.
 
-Libraries differ in what they call such tensors, and new names come every year. They store them alike: a
-weight in few bits (float8, or integers), and in the same module something smaller that scales it. Some leave a
-marker beside it, and the scale in the marker or nowhere.
+Libraries give such tensors different names, and new ones come every year. But they store them alike: a weight
+in few bits (float8, or integers), and in the same module a smaller tensor that scales it. Some store a marker
+beside the weight, and the scale inside the marker or nowhere.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from mergekit_lab.errors import InputError, join_names
 _FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 _INTEGERS = {torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32}
 _WIDE = {torch.int64, torch.uint64, torch.bool}
-"""Integers that are quantized where they are called a weight; other ones are indices and masks."""
+"""Types that are quantized only if the tensor is called a weight; others are indices and masks."""
 _CONFIGS = ("quantization_config", "compression_config")
 _NO_WEIGHT = re.compile(r"bias|scale|zero|(^|_)(index|ids?|g_idx|masks?|shape|invperm)$")
-"""Integers of ordinary modules, and what belongs to a packed weight that is named itself."""
+"""Names of integers in ordinary modules, and of what belongs to a packed weight."""
 _NO_SCALE = re.compile(
     r"bias|^(?!.*scale|weight_).*(^|_)(b|beta|gamma|mean|var|masks?)$|^weight$|^(embed|head|logit)_scale$"
 )
-"""What ordinary modules have beside a weight."""
+"""Names of what ordinary modules have beside a weight."""
 _MARKER = re.compile(
     r"(^|\.)(comfy_quant|scaled_fp8|_extra_state|weight_(format|quantizer)|quant_(state|map|type))(\.|$)"
 )
-"""Markers of quantized numbers around: of ComfyUI, Transformer Engine, ModelOpt and bitsandbytes."""
+"""Names by which ComfyUI, Transformer Engine, ModelOpt and bitsandbytes mark quantized tensors beside them."""
 _SCALE = re.compile(r"scale|absmax|amax", re.IGNORECASE)
 _OF_WEIGHT = re.compile(r"weight_?scale|scale_?weight")
 _SCALE_WORD = re.compile(r"(inv|de|de?quant)?scales?|inv|abs|a?max|absmax|weights?|w", re.IGNORECASE)
 _INNER = re.compile(r"(\._\w+)+$")
-"""Below its name, what a weight of a tensor subclass is made of: `weight._data`."""
+"""The end of a name of what a tensor subclass holds, such as `weight._data`."""
 
 
 def find_quantized(checkpoint: Checkpoint) -> list[str]:
-    """Tensors that are numbers only with a scale."""
+    """Names of tensors whose numbers mean something only together with a scale."""
     specs, config = checkpoint.specs, read_config(checkpoint.folder)
     configured = any(config.get(key) for key in _CONFIGS)
     modules: dict[str, list[str]] = {}
@@ -76,12 +76,16 @@ def find_quantized(checkpoint: Checkpoint) -> list[str]:
 
 
 def _split_words(name: str) -> tuple[str, ...]:
-    """What a weight's name and its scale's have in common, wherever that stands: `a.q.weight`, `scales.a.q`."""
+    """The words that a weight's name shares with its scale's, wherever they say what it is: `a.q.weight` and
+    `scales.a.q` share `a` and `q`.
+    """
     return tuple(word for word in re.split(r"[._]", name) if word and not _SCALE_WORD.fullmatch(word))
 
 
 def _list_spellings(name: str) -> list[tuple[str, ...]]:
-    """Its words, and those without the first: `model.a.q.weight` and `quantization.a.q.scale` are one's."""
+    """The name's words, and those without the first, because `quantization.a.q.scale` may be the scale of
+    `model.a.q.weight`.
+    """
     words = _split_words(name)
     return [words, words[1:]] if len(words) > 2 else [words]
 
@@ -89,9 +93,10 @@ def _list_spellings(name: str) -> list[tuple[str, ...]]:
 def _find_scales(
     name: str, specs: Mapping[str, TensorSpec], scales: Mapping[tuple[str, ...], Sequence[str]]
 ) -> Iterator[str]:
-    """What is called as a weight's scales are, or those of all weights of a module around it, or of the file.
+    """Tensors with the name of this weight's scale, or of a scale for a module around it or the whole file.
 
-    There a single word for several numbers (`attn.scale`) is a parameter of its own.
+    A scale of a module may be several numbers only if its name says so: `attn.scale` of several numbers is a
+    parameter of its own.
     """
     words = _split_words(name)
     for key in _list_spellings(name):
@@ -105,7 +110,7 @@ def _find_scales(
 
 
 def _list_neighbors(name: str, specs: Mapping[str, TensorSpec], modules: Mapping[str, list[str]]) -> list[str]:
-    """What is beside a weight in its module, as far as it can be this weight's, and what is below it."""
+    """Other tensors of the weight's module that may belong to this weight, and tensors below its own name."""
     owner = _INNER.sub("", name)
     module, _, leaf = owner.rpartition(".")
     siblings = modules.get(module, [])
@@ -125,7 +130,7 @@ def _are_called_alike(leaf: str, other: str) -> bool:
 
 
 def _can_scale(name: str, scale: TensorSpec, weight: TensorSpec) -> bool:
-    """Whether a tensor could hold a weight's scales: fewer numbers, finer ones or those of block formats."""
+    """Whether a tensor could hold a weight's scales: fewer numbers, in a finer dtype or as block formats do."""
     if _NO_SCALE.search(name.rpartition(".")[2]) or (scale.numel >= weight.numel and scale.numel != 1):
         return False
     if scale.dtype == torch.uint8:

@@ -1,7 +1,7 @@
 """Write safetensors files of any size with one tensor in memory.
 
-Names, shapes and dtypes are known before the first value is: files are planned from them, each file's header is
-written first, and a tensor's bytes go where they belong when they arrive, in any order and from any thread.
+Names, shapes and dtypes are known before the first value. So the files are planned from them, and each file's
+header is written first. Then tensors arrive in any order and from any thread, and go to their place in a file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MOST_AT_ONCE = 1 << 26
 
 @dataclass(frozen=True)
 class Shard:
-    """One file to be: its name and what it holds."""
+    """A planned file: its name and its tensors."""
 
     file: str
     specs: Mapping[str, TensorSpec]
@@ -84,7 +84,7 @@ def plan_files(
 
 
 def _lay_out(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]]:
-    """What a file begins with, and where each tensor begins in it."""
+    """The header of a file, and the offset of each tensor in it."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
     end = 0
@@ -135,8 +135,9 @@ class _File:
             os.close(self._file)
 
     def _write_at(self, content: memoryview, offset: int) -> None:
-        """The file has its size from the start: where it is cut meanwhile, what is written next would leave
-        zeros before it."""
+        """Write bytes at an offset. Refuse a file that became shorter than it was made: the system would fill
+        the gap with zeros.
+        """
         done = 0
         while done < len(content):
             if os.fstat(self._file).st_size != self._size:

@@ -87,7 +87,7 @@ def read_class_name(folder: Path | None) -> str | None:
 
 
 def read_vocabulary_size(config: dict[str, Any]) -> int | None:
-    """Rows of the embedding that a configuration announces, its `text_config` included."""
+    """The number of rows of the embedding by a configuration, or by its `text_config`."""
     for part in (config, config.get("text_config"), config.get("llm_config")):
         if isinstance(part, dict) and isinstance(part.get("vocab_size"), int):
             return int(part["vocab_size"])
@@ -109,12 +109,12 @@ def is_tying_embeddings(config: dict[str, Any]) -> bool | None:
 
 
 def is_vocabulary_name(name: str) -> bool:
-    """Whether a tensor of this name holds one row a token: an embedding, or a head that reads it back."""
+    """Whether a tensor of this name has one row per token: an embedding, or a head that reads it back."""
     return bool(_ONE_ROW_A_TOKEN.search(name)) and not _OTHER.search(name)
 
 
 def can_be_vocabulary(name: str) -> bool:
-    """Whether it does, or could: `head.weight` has a row a token in some models, and one a class in others."""
+    """Whether it may do so: `head.weight` has one row per token in some models, and one per class in others."""
     return is_vocabulary_name(name) or bool(_ANY_HEAD.search(name) and not _OTHER.search(name))
 
 

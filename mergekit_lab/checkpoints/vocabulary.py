@@ -1,12 +1,13 @@
-"""Experts with other vocabularies than the base: rows matched by token, never cut in silence.
+"""Give experts and base one vocabulary. Rows are matched by token, and none is cut without a choice.
 
-An embedding, and the head that reads it back, have one row for each token. Where tokenizer files are there,
-rows are matched by the token's string, else by their number; also where there are as many rows and other
-tokens in them. A token without a row in its model does not count.
+An embedding, and the head that reads it back, have one row for each token. Rows are matched by the tokens'
+strings if tokenizer files are there, even if all models have as many rows; else by the rows' numbers. A token
+of a tokenizer that has no row in its model does not count.
 
-`intersect` keeps the base's vocabulary, `pad` takes the one of the tokenizer that knows every token, `base`
-leaves these tensors out of the merge. A row that an expert lacks has no task vector there; a row that the base
-lacks is the mean of the experts that have it, whatever the method. A recipe has other rules: see `TokenPlan`.
+The user chooses: `intersect` keeps the base's vocabulary, `pad` takes that of the tokenizer that knows every
+token, and `base` leaves these tensors out of the merge. An expert without a row has no task vector there. A row
+that the base lacks is the mean of the experts that have it, whatever the method. A recipe has other rules: see
+`TokenPlan`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CHOICES = ("intersect", "pad", "base")
 
 
 def count_vocabulary_rows(checkpoint: Checkpoint) -> int | None:
-    """Rows of a model's embedding; None where no tensor is called one."""
+    """The number of rows of a model's embedding. None if no tensor has the name of one."""
     specs = [s for n, s in checkpoint.specs.items() if is_vocabulary_name(n) and s.dtype.is_floating_point]
     return max((spec.shape[0] for spec in specs if len(spec.shape) == 2), default=None)
 
@@ -37,10 +38,10 @@ def count_vocabulary_rows(checkpoint: Checkpoint) -> int | None:
 def list_vocabulary_names(
     base: Checkpoint, experts: Iterable[Checkpoint], *, resized: bool = True
 ) -> list[str]:
-    """Names of the base's tensors with one row a token.
+    """Names of the base's tensors with one row per token.
 
     Args:
-        resized: only those of which some expert has another number of rows.
+        resized: list only those that have another number of rows in some expert.
     """
     every = (base, *experts)
     sizes = [{s.shape[0] for n, s in c.specs.items() if is_vocabulary_name(n) and s.shape} for c in every]
@@ -58,7 +59,7 @@ def list_vocabulary_names(
 
 
 def _read_rows_of_tokens(checkpoint: Checkpoint) -> dict[str, int] | None:
-    """Row of each token that has one: a tokenizer may know more tokens than its model."""
+    """The row of each token. Tokens without one are left out: a tokenizer may know more than its model."""
     tokens, rows = read_tokens(checkpoint.folder), count_vocabulary_rows(checkpoint)
     if tokens is None or rows is None:
         return tokens
@@ -79,8 +80,8 @@ def reconcile(
         base, experts: under the same names (see `align`).
         choice: one of `CHOICES`; None refuses a difference.
         tokenizer: the folder whose tokenizer the result gets (`pad` only); it must know every row that is kept.
-        is_merged: whether a tensor is; without a choice, others may differ.
-        plan: a recipe's rules, with `intersect` or `pad`; with them `pad` makes a tokenizer that knows all
+        is_merged: whether a tensor of this name is merged. Without a choice, only these need one vocabulary.
+        plan: a recipe's rules, for `intersect` and `pad`. With them `pad` makes a tokenizer that knows all
             tokens, if there is none.
 
     Raises:
@@ -151,7 +152,7 @@ def _choose_vocabulary(
 def _refuse_contradictions(
     base: Checkpoint, experts: Sequence[Checkpoint], tokens: Sequence[dict[str, int] | None]
 ) -> None:
-    """Refuse experts of which one at least has not the rows of a base that has no tokenizer."""
+    """Refuse experts whose tokenizers contradict each other, if the base has no tokenizer that decides."""
     rows: dict[int, str] = {}
     row_of: dict[str, int] = {}
     for expert, own in zip(experts, tokens, strict=True):
@@ -209,7 +210,7 @@ def _list_lacking(experts: Sequence[Checkpoint], tokens: Sequence[dict[str, int]
 
 
 def _list_unread(base: Checkpoint, experts: Sequence[Checkpoint]) -> list[str]:
-    """Tokenizers that are not compared because their files hold no list of tokens that is read here."""
+    """Warnings of tokenizers that differ from the base's, in files from which no list of tokens is read."""
     wanted = digest_other_tokenizer(base.folder)
     return [
         f"warning: the tokenizer of {expert.label!r} is another file than the base's, and its tokens are not "

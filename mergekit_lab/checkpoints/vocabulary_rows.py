@@ -1,4 +1,4 @@
-"""Rows of a vocabulary moved to where the result has their tokens."""
+"""Move the rows of embeddings to where the result's vocabulary has their tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TokenSource:
 
 @dataclass(frozen=True)
 class TokenPlan:
-    """How a mergekit recipe makes vocabularies one.
+    """How a mergekit recipe unites vocabularies.
 
     Every model keeps its own rows. One that it lacks is the base's, or the mean of the models that have it.
 
@@ -89,7 +89,7 @@ class Vocabularies:
         return self.every[position].specs[self.names[0]].shape[0]
 
     def count_rows_of(self, folder: Path) -> int:
-        """The most that a model of a folder has; 0 without one."""
+        """The number of rows of the largest vocabulary among models of this folder; 0 if there are none."""
         every = enumerate(self.every)
         return max((self.count_rows(n) for n, model in every if model.folder == folder), default=0)
 
@@ -107,7 +107,7 @@ class RowMap:
     _new: dict[str, Tensor] = field(default_factory=dict)
 
     def map(self, position: int) -> Tensor:
-        """Row of model `position` (0: the base) for each row of the result, −1 where it has none."""
+        """For each row of the result, the row in model `position` (0 is the base), or −1 if it has none."""
         if position not in self._maps:
             own, size = self.models.tokens[position], self.models.count_rows(position)
             rows = torch.full((self.rows,), -1)
@@ -127,7 +127,9 @@ class RowMap:
 
     @cached_property
     def _fill(self) -> Tensor:
-        """Rows of each checkpoint whose mean is the row of models that lack it, −1 where it has none in it."""
+        """`[models, rows]`: what models that lack a row of the result get is the mean of these rows of the
+        checkpoints, −1 for a checkpoint that has no part in it.
+        """
         rows = torch.stack([self.map(position) for position in range(len(self.models.every))])
         plan = self.plan or TokenPlan()
         if plan.based:
@@ -144,7 +146,7 @@ class RowMap:
 
     @cached_property
     def _mixed(self) -> Tensor:
-        """Which rows some model lacks that are not simply the base's."""
+        """Which rows of the result some model lacks and gets from experts' rows."""
         owned = torch.stack([self.takes(position) for position in range(len(self.models.every))])
         return ~owned.all(0) & (self._fill[1:] >= 0).any(0)
 
@@ -157,7 +159,7 @@ class RowMap:
         return row
 
     def takes(self, position: int) -> Tensor:
-        """Which rows of the result a checkpoint has its own of."""
+        """Which rows of the result a checkpoint has itself."""
         has = self.map(position) >= 0
         if self.plan is None or self.wanted is None:
             return has & (self.map(0) >= 0)

@@ -1,7 +1,7 @@
-"""What can be done with checkpoints that are there: no run, no store.
+"""Commands on existing checkpoints, without a run or a store.
 
-A command is a frozen dataclass, or a function. Its fields, or arguments, are its configuration,
-`conf/NAME.yaml`; of a dataclass `run` does the work.
+A command is a frozen dataclass with a method `run`, or a function. Its fields, or arguments, are the keys of
+its configuration `conf/NAME.yaml`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NEEDED = {
 
 
 def refuse_unset(cfg: DictConfig) -> None:
-    """Refuse a command that lacks what it works on, before seconds of imports.
+    """Refuse a command without its inputs, before imports that take seconds.
 
     Raises:
         InputError: a key that is not set.
@@ -59,7 +59,7 @@ def refuse_unset(cfg: DictConfig) -> None:
 
 
 def load_command(name: str) -> Callable[[DictConfig, Path], None]:
-    """What checks a composed configuration and does a command's work; its file is imported now."""
+    """The function that checks a composed configuration and runs a command. Imports the command's file."""
     from omegaconf import OmegaConf
 
     from mergekit_lab.schema.check import check_against

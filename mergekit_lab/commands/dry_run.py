@@ -1,7 +1,7 @@
-"""What a merge of checkpoints would take, from headers: the report of `dry_run=true`.
+"""The report of `dry_run=true`: what a merge of checkpoints would read, do and need, from headers alone.
 
-Time is the method's own on a few small made-up tensors, scaled to the model's sizes, beside reading and writing
-at a rate that is assumed; take it for the order of magnitude. Memory is what the driver holds at most.
+Time is an order of magnitude: the method's on a few small made-up tensors is scaled to the model's sizes, and
+reading and writing are assumed to have a fixed rate. Memory is the most that the driver holds.
 """
 
 from __future__ import annotations
@@ -114,13 +114,13 @@ def _plan_factors(prepared: Prepared, merged: Sequence[str]) -> dict[str, Tensor
 
 
 def _find_dtype(prepared: Prepared) -> torch.dtype:
-    """What the arithmetic is in."""
+    """The dtype of the arithmetic."""
     specs = (spec for c in (prepared.base, *prepared.experts.values()) for spec in c.specs.values())
     return torch.float64 if any(spec.dtype == torch.float64 for spec in specs) else torch.float32
 
 
 def _try(result: Report, step: Callable[..., T], *arguments: Any) -> T | None:
-    """What a step of the merge itself returns; None where it refuses, which is a problem of the report."""
+    """The result of a step of the merge itself. If the step refuses, note the problem and return None."""
     try:
         return step(*arguments)
     except InputError as error:
@@ -160,7 +160,7 @@ _COUNTERS = 8 << 20
 
 
 def _describe_memory(prepared: Prepared, specs: dict[str, TensorSpec], merged: Sequence[str]) -> list[str]:
-    """Upper bounds by count of what is held at once; experiments/merge_engine/README.md measures the host's."""
+    """Upper bounds of what is held at once. experiments/merge_engine/README.md measures the host's memory."""
     experts, method = len(prepared.experts), prepared.method
     sizes = [specs[name].numel for name in merged if name in specs]
     largest = max(sizes, default=0)
@@ -188,7 +188,7 @@ def _describe_memory(prepared: Prepared, specs: dict[str, TensorSpec], merged: S
 
 
 def _find_largest_square(prepared: Prepared, merged: Sequence[str]) -> int:
-    """Entries of the largest matrix of outputs by outputs, or inputs by inputs, that is made; 0: none is."""
+    """The entries of the largest matrix `[out, out]` or `[in, in]` that the method makes, or 0."""
     if not isinstance(prepared.method, CAT | SubspaceMethod):
         return 0
     shapes = [s for n in merged if len(s := prepared.base.specs[n].shape) == 2]
@@ -197,8 +197,8 @@ def _find_largest_square(prepared: Prepared, merged: Sequence[str]) -> int:
 
 
 def _estimate_device_memory(prepared: Prepared, sizes: Sequence[int], item: int, whole: int) -> float:
-    """Of one accelerator that several workers feed. What a stack of matrices takes to be factorized is as
-    measured, ten times its size, and less beyond what is stacked on purpose."""
+    """The memory of one accelerator that several workers feed. To factorize a stack of matrices was measured to
+    take ten times its size. Matrices that are too large to be stacked take less."""
     experts, method, largest = len(prepared.experts), prepared.method, max(sizes, default=0)
     if method.elementwise:
         block = min(sum(sizes) if method.pools else largest, DEVICE_BLOCK // 2) * item * (3 * experts + 4)
@@ -228,18 +228,18 @@ def _describe_seconds(prepared: Prepared, merged: Sequence[str], written: int, r
 
 
 def _is_finer(checkpoint: Checkpoint, base: Checkpoint, names: Sequence[str]) -> bool:
-    """Whether tensors are made on the way, in more bits than the base's: an adapter that is folded."""
+    """Whether folding an adapter makes tensors in more bits than the base's."""
     shared = [name for name in names if name in checkpoint]
     return any(checkpoint.specs[n].dtype.itemsize > base.specs[n].dtype.itemsize for n in shared)
 
 
 def _estimate_arithmetic(prepared: Prepared, merged: Sequence[str], sizes: Sequence[int]) -> float:
-    """Seconds for all tensors: per entry for elementwise methods, else by the power that two sizes show."""
+    """Seconds for all tensors: per entry for elementwise methods, else by a power law through two sizes."""
     specs = prepared.base.specs
     method = prepared.method
 
     def rank(name: str) -> tuple[bool, bool, bool, int]:
-        """How well a tensor stands for the others."""
+        """How well a tensor represents the others."""
         shape = specs[name].shape
         factorized = isinstance(method, SpectralMethod) and method.is_matrix(name, shape)
         return factorized, bool(_LAYER.search(name)), len(shape) == 2, specs[name].numel
@@ -276,7 +276,7 @@ def _time_merge(
 
 
 def _drop_weights(method: Method) -> Method:
-    """Without weights, which may name tensors that are not made up; an inner method's too."""
+    """The method, and its inner one, without weights, which may name tensors that the trial does not have."""
     inner = getattr(method, "inner", None)
     changes: dict[str, Any] = (
         {"inner": _drop_weights(inner)} if isinstance(inner, Method) else {"weights": None}

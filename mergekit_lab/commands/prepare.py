@@ -1,4 +1,4 @@
-"""The inputs of a merge of checkpoints: opened, named, aligned, given one vocabulary."""
+"""Prepare the inputs of a merge of checkpoints: open, name and align them, and give them one vocabulary."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class _Opener:
 
 
 def _describe_folder(base: Checkpoint) -> list[str]:
-    """What of the base's folder is not merged."""
+    """Notes on what the base's folder holds besides the merged weights."""
     library, other, notes = find_library(base), find_other_weights(base), []
     if library is not None and other is not None:
         notes.append(f"the base is the model for {library.name}; {other.name} next to it was not read")
@@ -263,7 +263,7 @@ def _name_tokenizer_source(
 
 
 def _check_tokenizer(folder: Path | None, base: Checkpoint) -> None:
-    """Refuse a tokenizer with tokens that have no row in the model that comes out."""
+    """Refuse a tokenizer with tokens that have no row in the result."""
     rows = count_vocabulary_rows(base)
     tokens = read_tokens(folder) if rows else None
     if rows and tokens and max(tokens.values()) >= rows:
@@ -290,7 +290,7 @@ def read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def _doubt_base(name: str, wanted: str, base: Checkpoint) -> list[str]:
-    """Warn where an adapter names another base model than this one."""
+    """Warn if an adapter names another base model than this one."""
     known = [str(read_config(base.folder).get("_name_or_path") or ""), str(base.folder or "")]
     mine = [name_of_base for each in known if (name_of_base := _strip_path(each))]
     if not _strip_path(wanted) or not mine or _strip_path(wanted) in mine:
@@ -303,7 +303,7 @@ def _doubt_base(name: str, wanted: str, base: Checkpoint) -> list[str]:
 
 
 def _strip_path(model: str) -> str:
-    """What a model is called, of a hub id, a path, or its place in the hub's cache."""
+    """The name of a model, from a hub id, a path, or its folder in the hub's cache."""
     parts = [part for part in model.casefold().split("/") if part]
     cached = [part.rpartition("--")[2] for part in parts if part.startswith("models--")]
     return (cached or parts or [""])[-1]

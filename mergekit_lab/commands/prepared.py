@@ -1,4 +1,4 @@
-"""What a merge of checkpoints is made of, and how its files are planned."""
+"""The opened inputs of a merge of checkpoints, and the plan of the files that it writes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Arranged:
-    """A model put together of layers of others; the first has the configuration and the tokenizer.
+    """A model put together from layers of others. The first gives the configuration and the tokenizer.
 
     Attributes:
         pieces: in the order of the result's layers, of models that are not open.
@@ -40,7 +40,7 @@ class Arranged:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Opened and reconciled inputs, and what shall become of them.
+    """Opened and reconciled inputs, and how to merge them.
 
     Attributes:
         base, experts: under one set of names, with one vocabulary.
@@ -83,25 +83,25 @@ class Prepared:
 
     @property
     def library(self) -> Library | None:
-        """What loads the result."""
+        """The library that loads the result."""
         return find_library(self.base)
 
     @property
     def dtype_name(self) -> str | None:
-        """What the result is stored in, by name; None: each tensor's own."""
+        """The name of the dtype that the result is stored in. None keeps each tensor's own."""
         return None if self.dtype is None else str(self.dtype).removeprefix("torch.")
 
     @property
     def left_out(self) -> list[str]:
-        """Patterns of everything that is not merged."""
+        """Name patterns of all tensors that are not merged."""
         return [*self.exclude, *(escape(name) for name in self.kept)]
 
 
 def plan_output(
     base: Checkpoint, dtype: torch.dtype | None, left_out: Sequence[str], max_shard_bytes: int
 ) -> tuple[dict[str, TensorSpec], int, str]:
-    """How a model with the base's tensors is written, so that the base's library loads it: transformers without
-    second names of tied weights, open_clip in one file, diffusers under its own name."""
+    """Plan the files of a model with the base's tensors, so that the base's library loads them: transformers'
+    without second names of tied weights, open_clip's in one file, diffusers' under its own name."""
     library = find_library(base)
     specs = plan_specs(base, dtype, left_out if library is TRANSFORMERS else ())
     if library is not None and not library.sharded:

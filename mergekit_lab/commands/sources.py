@@ -1,4 +1,4 @@
-"""What inputs a user names, and how: a list, a mapping, or the lines of a file."""
+"""Read the inputs that a user names: a list, a mapping, or the lines of a file."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def name_by_folder(sources: Any, what: str) -> dict[str, Any]:
 
 
 def shorten_path(source: str | Path) -> str:
-    """A path's last part, but for a file whose name is every model's."""
+    """A path's last part, or the folder's if the file has a name that all models use."""
     path = Path(source)
     known = any(path.name in library.weights for library in LIBRARIES)
     return path.absolute().parent.name if known else path.name
 
 
 def refuse_absent(sources: Mapping[str, Any]) -> None:
-    """Refuse local inputs that are not there, by the names that messages have for them.
+    """Refuse local inputs that do not exist. Messages call them by these names.
 
     Raises:
         InputError: a path that does not exist and is no hub id.
@@ -81,7 +81,7 @@ def refuse_absent(sources: Mapping[str, Any]) -> None:
 
 
 def list_local_paths(base: Any, experts: Any) -> list[Path]:
-    """The inputs of a merge that are paths, and there."""
+    """The inputs of a merge that are existing paths."""
     sources = [base, *(experts.values() if isinstance(experts, Mapping) else experts)]
     paths = [Path(source).expanduser() for source in sources if isinstance(source, str | Path)]
     return [path for path in paths if os.path.exists(path)]

@@ -1,7 +1,7 @@
-"""Merge checkpoints into a folder: what was prepared streams through the merge into its place.
+"""Write the merge of prepared checkpoints into a folder.
 
-Nothing is loaded whole: the files to be written are planned from headers, and tensors go to their place as
-they come.
+No model is loaded whole. The files are planned from headers, and each merged tensor is written to its place as
+soon as it is done.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ MakeCard = Callable[[Sequence[str]], Card]
 
 
 class _Remaining(TimeRemainingColumn):
-    """The time that is left, once a twentieth is done: the smallest tensors have no pace."""
+    """The time left, after a twentieth is done: the first, small tensors say little about the speed."""
 
     def render(self, task: Task) -> Text:
         return super().render(task) if task.percentage >= 5 else Text("-:--:--", "progress.remaining")
@@ -154,7 +154,7 @@ def _write_adapter(
 
 
 def _name_base(prepared: Prepared) -> str:
-    """What an adapter calls its base: the hub id of all experts' adapters, or the base's; no local path."""
+    """The hub id by which a written adapter names its base: the experts' adapters', or the base's own."""
     names = {folded.base_name for e in prepared.experts.values() if (folded := find_adapter(e))}
     name = names.pop() if len(names) == 1 else prepared.base_source
     return name.split("@")[0] if parse_hub_id(name) else ""
@@ -173,7 +173,7 @@ def _collect_arguments(prepared: Prepared) -> dict[str, Any]:
 
 
 def check_format(prepared: Prepared, format: str, rank: int | None = None, energy: float | None = None) -> None:
-    """Refuse a format that there is not, or that does not hold this merge."""
+    """Refuse an unknown format, and one that cannot hold this merge."""
     require_choice("format", format, ("dense", "low_rank", "per_task", "adapter"))
     if format == "adapter":
         AdapterMerge(prepared.base, prepared.experts, prepared.method, rank, energy)
@@ -202,14 +202,14 @@ def list_input_files(prepared: Prepared) -> list[Path]:
 
 
 def check_room(out: Path, needed: int) -> None:
-    """Refuse what the disk has no room for."""
+    """Refuse a merge that the disk has no room for."""
     free = count_free_bytes(out)
     if needed > free:
         raise InputError(f"out={out} needs {say_bytes(needed)} of disk and {say_bytes(free)} are free")
 
 
 def plan_files_beside(prepared: Prepared, format: str) -> dict[str, Path | str]:
-    """Configuration, tokenizer and licenses of the result; for factors only those that differ from the base's.
+    """The result's configuration, tokenizer and licenses. Factors get only those that differ from the base's.
 
     Raises:
         InputError: one of them cannot be copied.
@@ -230,8 +230,8 @@ def plan_files_beside(prepared: Prepared, format: str) -> dict[str, Path | str]:
 
 
 def _summarize_notes(notes: Notes) -> list[str]:
-    """What the method noted of single tensors, a sentence a diagnostic: of numbers their mean and range, of
-    anything else where it holds."""
+    """A sentence for each diagnostic that the method noted for tensors: the mean and range of numbers, and for
+    anything else the tensors where it holds."""
     numbers: dict[str, list[float]] = {}
     others: dict[str, list[str]] = {}
     for tensor, values in notes.items():

@@ -3,12 +3,11 @@
 Under `Recorder`, a torch function mode, every call that takes a parameter runs on the parameter's detached
 value, and the tape notes what the call hands over once backward has passed.
 
-The idea is that of BackPACK (Dangel et al. 2020) and of torch's `ExpandedWeight`. Functions in place of
-modules serve a class token, a projection and Hugging Face's own norms alike, and no library is imported.
+The idea is that of BackPACK (Dangel et al. 2020) and of torch's `ExpandedWeight`. Watching functions rather
+than modules also covers a class token, a projection and Hugging Face's own norms, and needs no other library.
 
-What is asked of a model: samples do not mix, dimension 0 of every activation that meets a parameter is the
-sample (`nn.MultiheadAttention`'s inner layout is seen to). Where a shape says otherwise `NoRule` names the
-parameters.
+A model must not mix samples, and dimension 0 of every activation that meets a parameter must be the sample (the
+inner layout of `nn.MultiheadAttention` is handled). If a shape says otherwise, `NoRule` names the parameters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ _RESHAPING = {Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.
 
 
 class Recorder(TorchFunctionMode):
-    """Watch one forward pass, and note on the tape who waits for which gradient."""
+    """Watch one forward pass, and note on the tape which parameter needs the gradient of which result."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -78,7 +77,7 @@ class Recorder(TorchFunctionMode):
             return target.copy_(func(target.clone(), *args[1:], **kwargs))
 
     def _split_by_sample(self, value: Any, args: Sequence[Any]) -> Any:
-        """What was computed from parameters for every sample (the segments of BERT) becomes an activation."""
+        """If parameters gave one value per sample (the segments of BERT), make it an activation."""
         if not self.tape.is_source(value) or isinstance(value, nn.Parameter) or self.tape.samples == 1:
             return value
         if value.dim() < max(a.dim() for a in args if isinstance(a, Tensor)) or len(value) != self.tape.samples:
@@ -88,7 +87,7 @@ class Recorder(TorchFunctionMode):
     def _compute_from_parameters(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], sources: Sequence[Tensor]
     ) -> Any:
-        """A result that depends on no sample is a source, unless it is what gives each sample its copy."""
+        """Run a function of parameters alone. Its result is a source, unless it gives each sample a copy."""
         out = func(*args, **kwargs)
         if func is Tensor.expand and self._is_copied(args[0], out):
             source = args[0]
@@ -100,7 +99,7 @@ class Recorder(TorchFunctionMode):
         return out
 
     def _is_copied(self, source: Tensor, out: Tensor) -> bool:
-        """Whether this is what gives each sample its copy: `[1, *S]`, or a class token `[d]` as `[N, 1, d]`."""
+        """Whether `out` gives each sample a copy: of `[1, *S]`, or of a class token `[d]` as `[N, 1, d]`."""
         if len(out) != self.tape.samples:
             return False
         if source.dim() == out.dim():

@@ -1,7 +1,7 @@
 """Forward passes of evaluation that are recorded in CUDA graphs and replayed.
 
-A search writes every candidate into the weights of one model. So a forward pass that was recorded once serves
-all of them. This is for models whose kernels are done before the host has launched the next ones.
+A search writes every candidate into the weights of one model. So one recorded forward pass serves all of them.
+This helps small models, whose kernels end before the host has launched the next ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Recording:
 class Recordings:
     """The recorded forward passes of one model, which live as long as it does.
 
-    They read weights at the addresses they had. Weights that were moved since make all of them void.
+    They read weights at the addresses at recording. If the weights have moved since, all recordings are void.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,11 +1,12 @@
-"""What a merge leaves open, chosen on validation: one coefficient for the whole model, or many weights.
+"""Search, on validation samples, for what a merge leaves open: one coefficient for the whole model, or weights.
 
-A different coefficient for each target task would not be one multi-task model, so there is none here. The
-criterion is the mean over tasks of a value divided by the expert's value on that same split.
+One coefficient serves all tasks, because one per task would not give one multi-task model. The criterion is the
+mean over tasks of the value divided by the expert's value on the same split.
 
-A grid is gone through in order; what cannot win any more is not finished, which changes no choice. Successive
-halving looks at many coefficients on a part of the validation samples and at few on all, and then halves the
-steps around the best. Many weights are found by CMA-ES (Hansen & Ostermeier 2001), as Optuna's sampler has it.
+A grid is tried in order. A candidate that can no longer win is not finished, which changes no choice.
+Successive halving tries many coefficients on a part of the validation samples and few on all of them, and then
+halves the steps around the best. Many weights are found by CMA-ES (Hansen & Ostermeier 2001), with Optuna's
+sampler.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ def search_cma_es(
         size: of a point, at least 2.
         experts: as `search_grid` takes them.
         at: makes the model of a point, and gives its scores.
-        turns: one for each candidate.
+        turns: yields once for each candidate, such as a progress bar.
         low, high: the range of every number.
         population: candidates per generation, at least 3; None takes `4 + 3 ln(size)`.
         seed: of the draws, 0 to 2**32 - 1.

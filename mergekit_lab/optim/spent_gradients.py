@@ -1,7 +1,7 @@
 """Which gradients a step may drop: those that a step has used already, and zeros.
 
-This is noted on the gradient itself, for then a new one has no such note, and one that was added to has another
-version.
+A used gradient is marked with torch's version counter of the tensor, as an attribute of the tensor itself. So a
+new gradient has no mark, and one that was added to has another version than its mark.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from mergekit_lab.optim.sharded import take_part
 
 
 def mark_spent(parameters: Iterable[Tensor]) -> None:
-    """Note that nothing is lost if the gradients that these parameters now have go."""
+    """Mark the gradients that these parameters have now: nothing is lost if they are dropped."""
     for p in parameters:
         grad: Any = p.grad
         if grad is not None:
@@ -22,8 +22,8 @@ def mark_spent(parameters: Iterable[Tensor]) -> None:
 
 
 def list_unspent(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The parameters whose gradient no step has used; none if all those were zeroed in place. Waits for the
-    device only if there are any.
+    """The parameters whose gradient no step has used; none if all these gradients are zero. It waits for the
+    device only if there are unused gradients.
     """
     new = {
         p: grad

@@ -40,7 +40,7 @@ class WrappedOptimizer(GroupSettings):
     A subclass sets its hyper-parameters, then calls this constructor, which calls `validate`. It implements
     `update`. `saved_attributes` names the hyper-parameters that belong in a checkpoint (plain types), and
     `saved_tensors` its tensors by parameter. Those named in `group_settings` may differ between groups of
-    parameters, and are read with `setting`. These three lists add to the parents' lists.
+    parameters, and are read with `read_setting`. These three lists add to the parents' lists.
 
     Args:
         named_parameters: `(name, tensor)` pairs, tensors, or groups as in torch, whose "params" hold either.

@@ -1,6 +1,7 @@
-"""What the figures of a report show, in Vega-Lite: the page's script draws it, `drawing` makes files of it.
+"""Panels of a report's own figures: mergers by value, task and cost. `plots.py` chooses what they show.
 
-Every function gives one panel. Shares are in percent.
+Every function returns one panel in Vega-Lite. The page's script draws it, and `drawing.py` makes files of it.
+Shares are in percent. Panels of any curves, planes and matrices are in `figures.py`.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def chart_heat_map(rows: Sequence[Row], tasks: Sequence[str], low: float, high: 
 
 
 def chart_shares(table: Table, rows: Sequence[Row], experts: Row) -> Chart:
-    """Of every merger the share of each expert's value that it keeps, a line of points a task."""
+    """The share of each expert's value that a merger keeps: a line of points per task, a point per merger."""
     values = [
         {"task": task, "name": row.name, "value": as_percent(cell.mean / own.mean)}
         for row in rows
@@ -138,13 +139,13 @@ def chart_costs(
     x: str,
     limits: Sequence[tuple[float, float]],
 ) -> Chart:
-    """Normalized value over cost, and the line of what nothing cheaper equals.
+    """Normalized value over cost, and a line through the models that no cheaper one equals.
 
     Args:
         placed: cost and row.
         names: looks of all rows of the figure.
         front: cost and value of the line's points.
-        x: what the costs are.
+        x: the axis's title, which names the cost.
         limits: lowest and highest cost and value, so that panels have the same axes.
     """
     values: list[Chart] = []

@@ -1,4 +1,4 @@
-"""What in results looks like a mistake: a wrong expert, one file for two tasks, a share nobody can have."""
+"""Find what looks like a mistake in results: a wrong expert, one file for two tasks, an impossible share."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Parts of which the Vega-Lite specifications of figures are made."""
+"""The parts of figures' Vega-Lite specifications."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_panel(title: str, layers: Sequence[Chart], **shape: Any) -> Chart:
 def draw_layer(
     mark: Chart, values: Sequence[Chart] | None = None, change: Sequence[Chart] = (), **channels: Any
 ) -> Chart:
-    """Marks of one kind, of their own `values` or of the panel's, after a `change` if there is one."""
+    """Marks of one kind, for their own `values` or the panel's, after the transform `change` if it is given."""
     own = {} if values is None else {"data": {"values": list(values)}}
     changed = {"transform": change} if change else {}
     return {**own, "mark": mark, **changed, "encoding": channels}
@@ -42,7 +42,7 @@ def encode_nominal(field: str) -> Chart:
 
 
 def encode_axis(field: str, title: str, scale: Chart, values: Iterable[float] = ()) -> Chart:
-    """A number's axis; `values` are those on it, for logarithmic ones."""
+    """A number's axis. A logarithmic one needs the `values` on it."""
     axis: Chart = {"format": ",.5~g", "tickCount": 6}
     known = [value for value in values if value > 0 and math.isfinite(value)]
     if scale.get("type") == "log" and known and max(known) < 10 * min(known):
@@ -61,7 +61,7 @@ def encode_tooltip(**titles: str) -> list[Chart]:
 
 
 def encode_scale(field: str, values: Mapping[str, Any]) -> Chart:
-    """What stands for each name of a field: a color, a shape, a dash."""
+    """The scale of a field of names: a color, shape or dash for each."""
     scale = {"domain": list(values), "range": list(values.values())}
     return {"field": field, "type": "nominal", "scale": scale}
 
@@ -75,7 +75,7 @@ def encode_looks(looks: Mapping[str, Look]) -> Chart:
 
 
 def draw_error_bars(values: Sequence[Chart], x: Chart, y: Chart, color: Chart) -> Chart:
-    """From `low` to `high` of those values that have both."""
+    """Error bars from `low` to `high` of the values that have both."""
     mark = {"type": "errorbar", "opacity": 1, "ticks": {"size": 6, "opacity": 1}}
     spread = [value for value in values if value.get("high") != value.get("low")]
     low = encode_quantity("low", title=y["title"])
@@ -85,7 +85,7 @@ def draw_error_bars(values: Sequence[Chart], x: Chart, y: Chart, color: Chart) -
 def write_over(
     style: Chart, values: Sequence[Chart] | None = None, halo: str = "white", **channels: Any
 ) -> list[Chart]:
-    """Text that can be read over anything."""
+    """Layers of a text that is readable over anything."""
     return [
         draw_layer({"type": "text", **style, **around}, values, **channels)
         for around in ({"stroke": halo, "strokeWidth": 3, "strokeJoin": "round"}, {})
@@ -98,12 +98,12 @@ def as_percent(share: float) -> float:
 
 
 def shorten(value: float) -> float:
-    """As many digits as a figure can show."""
+    """Round to as many digits as a figure can show."""
     return float(f"{value:.5g}")
 
 
 def is_dark(value: float, limits: tuple[float, float], signed: bool) -> bool:
-    """Whether the color of a value wants white ink."""
+    """Whether text over the color of a value should be white."""
     low, high = limits
     return abs(value) > 0.6 * high if signed else value < low + 0.42 * (high - low)
 

@@ -1,6 +1,6 @@
-"""Panels of plain numbers: curves, planes and matrices.
+"""Panels of plain numbers, for any analysis: curves, planes and matrices.
 
-Every function gives one panel in Vega-Lite, which `drawing.save_figure` makes files of.
+Every function returns one panel in Vega-Lite. `drawing.save_figure` makes files of it.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ Curve = tuple[Sequence[float], Sequence[float]]
 
 _REFERENCES = ("zero-shot", "experts", "+joint")
 _POINTS = 30
-"""Points of a curve that are still drawn each."""
+"""The most points of a curve that are drawn one by one."""
 _SIDE = 280
-"""Of a plane, in pixels."""
+"""The side of a plane, in pixels."""
 
 
 def chart_mergers(
     title: str, x: str, y: str, curves: Mapping[str, Curve], *, spreads: Mapping[str, Any] | None = None,
     logarithmic_x: bool = False,
 ) -> Chart:  # fmt: skip
-    """Curves of mergers by label, with the name and look that each has everywhere; others are references."""
+    """Curves of mergers by label, with the names and looks that they have everywhere. Others are references."""
     looks = choose_looks(label for label in curves if label not in _REFERENCES)
     return chart_lines(
         title,

@@ -1,7 +1,7 @@
 """The leaderboard: models × tasks, from records.
 
-Values are never averaged over anything but seeds, and a mean over tasks is shown only where every task
-of the group was evaluated, so that two numbers in one column always mean the same thing.
+A cell averages only over seeds, and a mean over tasks is shown only if every task of the group was evaluated.
+So two numbers in one column always mean the same thing.
 """
 
 import math
@@ -18,17 +18,16 @@ _MERGED_FROM = ("expert", "checkpoint")
 
 
 def select_part(records: Iterable[Record]) -> tuple[str, list[Record]]:
-    """The part that tables show, "test" if there is one, else the first met; and its evaluations, each once."""
+    """The part that tables show, and its evaluations, each once: "test", or else the first record's part."""
     everything = deduplicate(records)
     part = "test" if any(r.part == "test" for r in everything) or not everything else everything[0].part
     return part, [record for record in everything if record.part == part]
 
 
 def build_table(records: Iterable[Record], *, like: Table | None = None) -> Table:
-    """The table of one part.
+    """The table of one part. A task with several metrics is shown by the first that the records have.
 
-    `like` gives axes and tasks of a larger table, so that the rows of both have the same columns. Of a task
-    with several metrics the first met counts.
+    `like` is a larger table, whose axes and tasks are taken, so that both have the same columns.
     """
     part, of_part = select_part(records)
     shown = keep_first_metric(of_part)
@@ -53,7 +52,7 @@ def build_table(records: Iterable[Record], *, like: Table | None = None) -> Tabl
 
 
 def keep_first_metric(records: Iterable[Record]) -> list[Record]:
-    """Of a task with several metrics the records of the first met."""
+    """The records without those of a task's second and further metrics, in the order of appearance."""
     metric: dict[str, str] = {}
     return [record for record in records if metric.setdefault(record.task, record.metric) == record.metric]
 
@@ -61,7 +60,7 @@ def keep_first_metric(records: Iterable[Record]) -> list[Record]:
 def summarize(records: Iterable[Record], tasks: Collection[str], measure: str = "value") -> Cell:
     """The mean over tasks, then mean and deviation over the seeds that have the measure of every task.
 
-    Of several records of one task and seed the first counts. `measure` is an attribute of `Record`.
+    The first record of a task and seed counts. `measure` is an attribute of `Record`.
     """
     by_seed: dict[int, dict[str, float | None]] = defaultdict(dict)
     for record in records:
@@ -75,7 +74,7 @@ def summarize(records: Iterable[Record], tasks: Collection[str], measure: str = 
 
 
 def _sum_costs(of_row: Sequence[Record], members: Sequence[Record]) -> dict[str, Any]:
-    """`seconds` and `peak_bytes` of a row; a merged model costs its experts too."""
+    """`seconds` and `peak_bytes` of a row. The seconds of a merged model include its experts'."""
     kind = of_row[0].kind
     if kind not in ("merged", "joint"):
         return {}
@@ -92,9 +91,9 @@ def _sum_costs(of_row: Sequence[Record], members: Sequence[Record]) -> dict[str,
 
 
 def distinguish_mergers(records: Sequence[Record]) -> list[Record]:
-    """The records, with other labels for mergers that ran more than once in one group under one label and seed.
+    """The records, with new labels for mergers that ran several times in one group with one label and seed.
 
-    They are told apart by their coefficients if these differ, else by the model's key.
+    The new labels contain the coefficients if these differ, else the models' keys.
     """
     runs: dict[tuple[str, tuple[Any, ...]], dict[str, float | None]] = defaultdict(dict)
     for record in records:
@@ -154,7 +153,7 @@ def _mark_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def mark_best(column: Sequence[Cell]) -> list[Cell]:
-    """The best and, of three different values or more, the second, at the precision shown."""
+    """Mark the best at the precision shown, and the second if there are three different values or more."""
     shown = [None if cell.mean is None else round(cell.mean, 3) for cell in column]
     ranks = sorted({value for value in shown if value is not None}, reverse=True)
     second = ranks[1] if len(ranks) > 2 else None
@@ -214,7 +213,7 @@ def _join_numbers(values: Iterable[int]) -> str:
 
 
 def note_strengths(averages: Iterable[float | None]) -> list[str]:
-    """A warning to the reader where experts of several groups differ by a point of percent or more."""
+    """A warning to the reader if the experts of several groups differ by one percentage point or more."""
     known = sorted(average for average in averages if average is not None)
     if not known or known[-1] - known[0] < 0.01:
         return []

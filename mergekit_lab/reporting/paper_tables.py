@@ -1,11 +1,12 @@
-"""Tables of papers, as data of the package.
+"""The tables of papers that ship with the package, and the settings that a run must have to be compared.
 
-A file in `assets/published` holds one source's tables as rows of CSV below lines that start with `#` and say
-where they are from. `row` is a merger's label, `experts`, `zero_shot` or a measure of experts
-(`training_seconds`); `column` is a task, `average` or `normalized` (in percent), or another measure that the
-stage of the report knows. `when` says what decides the number (`training.steps=2000 mergers.tsvm.rank=16`), and
-`assets/published_tables.csv` what decides those of whole tables. `assets/protocols.csv` says what of that a
-paper prints, and what is ours.
+- `assets/published/SOURCE.csv` holds one source's tables. Lines that start with `#` say where they are from.
+`row`
+  is a merger's label, `experts`, `zero_shot` or a measure of experts (`training_seconds`). `column` is a task,
+  `average` or `normalized` (in percent), or another measure that the report's stage knows. `when` lists
+  settings that decide this number (`training.steps=2000 mergers.tsvm.rank=16`).
+- `assets/published_tables.csv` lists settings that decide whole tables.
+- `assets/protocols.csv` says which of these settings a paper prints, and which are our choice.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ class ProtocolLine:
     """One setting of a paper's experiments.
 
     Attributes:
-        experiments: patterns of their names, by blanks.
-        when: `key=value …` of a run that it is asked of.
-        key, value: `a|b` is either.
+        experiments: patterns of their names, separated by blanks.
+        when: `key=value …`. The line holds only for runs with these settings.
+        key, value: the setting; the value `a|b` is either.
         source: where it is printed, or `ours: why`.
     """
 
@@ -98,10 +99,10 @@ def read_published(name: str) -> list[Published]:
 
 @cache
 def find_conditions(name: str, optimizer: str = "", row: str = "") -> tuple[frozenset[str], dict[str, str]]:
-    """What a run must be to stand beside a table's numbers of an optimizer and a row.
+    """The tasks and settings that a run must have to be compared with a table's numbers.
 
-    Its tasks (none: the rows name them), and values by key: `a|b` is either, and a key with a `?` at its end is
-    asked only of runs that have it. The whole table's are those that narrow nothing.
+    Without tasks, the rows name them. A value `a|b` is either. A key that ends with `?` matters only for runs
+    that have it. Without an optimizer or a row, only settings of the whole table are returned.
 
     Raises:
         InputError: the table has no tasks in the file of conditions.
@@ -123,7 +124,7 @@ def find_conditions(name: str, optimizer: str = "", row: str = "") -> tuple[froz
 
 
 def replace_settings(settings: Mapping[str, str], when: str) -> dict[str, str]:
-    """The settings with those of `key=value …`, which replace the same key and the keys it is inside of."""
+    """The settings and those of `key=value …`, which replace the same keys and keys that contain them."""
     kept = dict(settings)
     for pair in when.split():
         key, _, value = pair.partition("=")
@@ -135,9 +136,9 @@ def replace_settings(settings: Mapping[str, str], when: str) -> dict[str, str]:
 
 @cache
 def read_doubts(source: str) -> list[tuple[str, ...]]:
-    """Tables, rows, columns and text of the lines `# Doubtful: …` of a source's header; patterns, by blanks.
+    """The lines `# Doubtful: TABLES | ROWS | COLUMNS | TEXT` of a source's header, each in four parts.
 
-    A row is its name, or `NAME@BACKBONE+FINETUNING+OPTIMIZER`.
+    The first three are patterns, separated by blanks. A row is `NAME` or `NAME@BACKBONE+FINETUNING+OPTIMIZER`.
     """
     lines = (_SOURCES / f"{source}.csv").read_text().splitlines()
     marked = [line.removeprefix("# Doubtful: ") for line in lines if line.startswith("# Doubtful: ")]
@@ -145,7 +146,7 @@ def read_doubts(source: str) -> list[tuple[str, ...]]:
 
 
 def find_doubt(source: str, row: Published) -> str:
-    """What makes a published number doubtful; empty where nothing is known to."""
+    """What makes a published number doubtful; empty if nothing does."""
     where = f"{row.row}@{row.backbone}+{row.finetuning}+{row.optimizer}"
     cells = ((row.table,), (row.row, where), (row.column,))
     return "; ".join(

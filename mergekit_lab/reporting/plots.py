@@ -1,4 +1,4 @@
-"""Figures of a report. One order and one look a merger in all of them; bars, rows and lines carry names."""
+"""The figures of a report, as files. A merger has the same place and look in all of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ LINES_PER_FIGURE = 12
 
 
 def draw_mergers(table: Table, folder: Path) -> list[Figure]:
-    """Bars of average and normalized accuracy per merger, one panel a group: `mergers.png`."""
+    """Bars of average and normalized accuracy per merger, one panel per group: `mergers.png`."""
     groups = [group for group in table.groups if any(_list_merged(table, group))]
     bars = explain_error_bars(table)
     panels = [charts.chart_bars(table, group, make_title(group, ""), bars) for group in groups]

@@ -1,6 +1,7 @@
 """Published numbers next to ours: tables of papers, matched with a run's results.
 
-A number stands beside a run only if the run is equal in all that decides it; `paper_tables` says what does.
+A published number is compared with a run only if the run has all settings that decide the number.
+`paper_tables` says which these are.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ _OF_EVERY_RUN = ("experts", "zero_shot", "training_seconds", "ks_distance", "mea
 
 @dataclass(frozen=True)
 class Protocol:
-    """What the source of a table prints of its experiments.
+    """Which settings of its experiments the source of a table prints.
 
     Attributes:
-        printed: keys; with no key at all, everything is.
-        ours: of what is not printed, by key, `value` or `value (why)` of the run.
+        printed: keys of settings that are printed. A protocol without any keys means that all are.
+        ours: settings that are not printed, by key: the run's `value`, or `value (why)`.
     """
 
     printed: frozenset[str] = frozenset()
     ours: Mapping[str, str] = field(default_factory=dict)
 
     def tell_apart(self, row: Published, settings: Mapping[str, str]) -> tuple[str, str]:
-        """`key=value; …` of what is equal to what is printed, and of what is not printed."""
+        """Two texts `key=value; …`: the printed settings, which the run has, and those that are not printed."""
         named = {pair.partition("=")[0] for pair in row.when.split()} | self.printed
         equal, ours = [], dict[str, str]()
         for key, text in self.ours.items():  # but other rows' methods and, for experts, the search
@@ -70,9 +71,9 @@ class Beside:
     published: float
     ours: float | None
     equal: str = ""
-    """The settings in which the run is as the number's source prints them."""
+    """The settings that the source prints, which the run has too."""
     unprinted: str = ""
-    """The settings that its source does not print, as they are in the run."""
+    """The run's settings that the source does not print."""
     note: str = ""
     """What makes the published number doubtful."""
 
@@ -89,18 +90,17 @@ def set_beside(
     run_tasks: Iterable[str],
     protocol: Protocol | None = None,
 ) -> list[Beside]:
-    """A table's numbers for one run's cell, with ours.
+    """A table's numbers that can be compared with a run, with the run's own numbers.
 
-    A number is left out where anything that decides it is other in this run; the log says what.
+    A number is left out if the run lacks a setting that decides it. The log says which.
 
     Args:
-        name: of the table, as `read_published` takes it.
-        measured: our value of a (row, column) in the column's unit, or None.
-        axes: the run's backbone, finetuning and optimizer.
-        holds: whether `key=value`, or `key?=value`, holds in this run.
-        run_tasks: the run's tasks. Rows of merged models, and averages, are of the table's tasks together: they
-            are left out where the run has others.
-        protocol: what the table's source prints, and what not.
+        name: of the table, as `read_published` takes it. measured: our value of a (row, column) in the column's
+        unit, or None. axes: the run's backbone, finetuning and optimizer. holds: whether `key=value`, or
+        `key?=value`, holds in this run. run_tasks: the run's tasks. Merged models and averages depend on all of
+        a table's tasks, so they are left
+            out if the run has others.
+        protocol: which settings the table's source prints.
     """
     source, _, _ = name.partition(" ")
     tasks, _ = find_conditions(name)
@@ -136,10 +136,10 @@ def set_beside(
 
 
 def unite(runs: Iterable[tuple[str, Iterable[Beside]]]) -> tuple[list[Beside], list[str]]:
-    """Each published number once, and notes on those that cannot be set beside one number of ours.
+    """Each published number once, and notes on those that are left out.
 
-    Ours is the mean over the seeds of a configuration. Where configurations differ in what a published number
-    does not name, and measured it differently, it is left out and a note names it.
+    Our number is the mean over the seeds of a configuration. A published number is left out if several
+    configurations have its settings and measured it differently.
 
     Args:
         runs: the configuration of each, and its rows.
@@ -184,7 +184,7 @@ DOUBT = "†"
 
 
 def format_numbers(rows: Sequence[Beside]) -> list[tuple[str, ...]]:
-    """The texts of `HEADER`, one tuple a number."""
+    """The texts below `HEADER`, one tuple per number."""
     return [
         (
             f"{row.source} {row.table}",
@@ -200,7 +200,7 @@ def format_numbers(rows: Sequence[Beside]) -> list[tuple[str, ...]]:
 
 
 def list_bases(rows: Iterable[Beside]) -> list[dict[str, str]]:
-    """Of every row its `name`, what is `equal`, what is `unprinted`, and a `note` with all doubts."""
+    """For every row its `name`, the `equal` and `unprinted` settings, and a `note` with all doubts."""
     notes_by_row: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         name = f"{row.source} {row.table}, {row.setting}: {display_name(row.row)}"

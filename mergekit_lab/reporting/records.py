@@ -59,7 +59,7 @@ class Record:
     """The backbone with the same metric on the same part."""
     seed: int
     wall_seconds: float
-    """What producing this evaluation took; of a reused one, what it took when it was computed."""
+    """The time of this evaluation; for a reused one, the time when it was computed."""
     peak_memory_bytes: int | None
     model_key: str
     """Store key of the evaluated weights."""
@@ -68,14 +68,14 @@ class Record:
     reused: bool
     """True if the evaluation was found in the store instead of computed."""
     model_seconds: float | None = None
-    """What making the evaluated model took: an expert's training; a merge with its search and the Fishers or
-    Grams it read, without the experts. None where it is not known."""
+    """The time of making the evaluated model: an expert's training, or a merge with its search and the Fishers
+    or Grams it read, but without its experts. None if it is unknown."""
     model_peak_memory_bytes: int | None = None
-    """The peak on an accelerator while the model was made."""
+    """The peak of an accelerator's memory while the model was made."""
     reads_test_inputs: bool | None = None
     """Whether the model was made with inputs of test parts, though not with their labels."""
     weights: str | None = None
-    """A hash of the evaluated weights alone: two experts of one file have it in common."""
+    """A hash of only the evaluated weights. Two experts with the same file have the same hash."""
     model: str | None = None
     """A checkpoint's name; None unless `kind` is "checkpoint"."""
     chosen: str | None = None

@@ -1,14 +1,16 @@
 """A lock that needs only an atomic rename, and is released if its holder dies.
 
-A lock is a folder that comes to its name by a rename, with one file in it: its holder's mark, whose name nobody
-else has. A rename onto a folder that holds something fails, on local disks and on NFS alike; so of several that
-try, one succeeds. The holder touches its mark every few seconds. A waiter takes the lock for abandoned when the
-mark's time stood still for `stale_after` seconds of the waiter's own monotonic clock, so clocks that differ
-between hosts decide nothing; at once, when the holder was a process of this host that is no more. It then
-deletes the mark by its name, which can be no later holder's.
+A lock is a folder with one file in it: the holder's mark, which has a unique name. A holder makes the folder
+under another name and then renames it. A rename onto a folder that is not empty fails, on local disks and on
+NFS alike. So only one of several processes succeeds.
 
-`filelock.SoftFileLease` is not used. It takes over by an exchange of two names, which NFS has not, so that a
-lock whose holder died stays there forever; and so does one that a kill or a power cut left empty.
+The holder touches its mark every few seconds. A waiter takes the lock for abandoned when the mark's time has
+stood still for `stale_after` seconds of the waiter's own monotonic clock, so hosts may have different clocks.
+If the holder was a process of this host and has ended, the waiter does not wait. It then deletes the mark by
+its name, which is never the mark of a later holder.
+
+`filelock.SoftFileLease` is not used. It takes a lock over by exchanging two names, which NFS cannot do. There a
+lock whose holder died would stay forever, and so would one that a kill or a power cut left empty.
 """
 
 from __future__ import annotations
@@ -32,21 +34,21 @@ from mergekit_lab.store.files import discard, read_file
 log = logging.getLogger(__name__)
 
 _FORGOTTEN = 3600.0
-"""Seconds without a sign of life, by the file system's own clock, after which what lies among locks may go."""
+"""Seconds without a sign of life, by the file system's clock, after which leftovers among locks are removed."""
 _PATIENCE = 5.0
-"""Seconds of waiting before it is said: workers that share what they make often wait for a moment."""
+"""Seconds of waiting before a log says so. Workers that share artifacts often wait for a moment."""
 _MARK_BYTES = 1 << 12
 _POLL = 0.05
-"""Seconds between the first two looks of a waiter, who looks less often as time goes by."""
+"""Seconds between a waiter's first two looks. Later looks are less frequent."""
 
 
 class FolderLock:
-    """Held inside `with`; one holder at a time among all processes that see the file system.
+    """A lock that is held inside `with`. Of all processes that see the file system, one holds it at a time.
 
     Args:
         path: of the lock; its parent must exist.
-        what: of what it is, for messages.
-        stale_after: seconds without a sign of its holder after which a lock counts as abandoned.
+        what: names what is locked, for messages.
+        stale_after: seconds without a sign of life from its holder after which a lock counts as abandoned.
 
     Raises:
         InputError: the path is no folder.
@@ -94,14 +96,14 @@ class FolderLock:
 
     @property
     def held(self) -> bool:
-        """Whether nobody has taken this lock for abandoned."""
+        """Whether this lock is still held: nobody took it for abandoned."""
         return os.path.exists(self._mark)
 
     def clear_around(self) -> None:
-        """Remove leftovers of killed processes next to this lock, which must be held.
+        """Remove what killed processes left next to this lock, which must be held.
 
-        A lock that nobody asks for again (the kill came after its artifact was published), or one that was on
-        its way to its name: each is a folder that would stay forever.
+        That is a lock that nobody asks for again, because its artifact was published before the kill, or one
+        that was not renamed yet. Each is a folder that would stay forever.
         """
         with suppress(OSError):
             now = self._mark.stat().st_mtime

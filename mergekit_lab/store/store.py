@@ -6,7 +6,7 @@
 
 The key is a hash of everything that decides the result and of nothing else: not the time, the host, a
 path or a logger. Publishing is write, fsync, rename, so a killed process leaves a whole artifact or none.
-All of it needs no more of a file system than an atomic rename (`lock`), so hosts can share a store over NFS.
+The file system needs only an atomic rename (see `lock`), so hosts can share a store over NFS.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Store:
             ) from None
 
     def list_artifacts(self) -> Iterator[Artifact]:
-        """All that is published, by kind and age; what has a damaged manifest is left out.
+        """All published artifacts by kind and age, except those with a damaged manifest.
 
         Raises:
             InputError: a folder of the store, or of an artifact, cannot be read.

@@ -31,7 +31,7 @@ from mergekit_lab.store.store import NO_KINDS, Store, Workspace, list_folder
 
 _REMOVED = "removed"
 _LATEST = 4e9
-"""A file's time, in seconds; later ones, which a clock may have set, are no dates."""
+"""The latest time of a file, in seconds, that counts: a wrong clock may set one that is not a date."""
 
 
 class Damage(NamedTuple):
@@ -42,8 +42,9 @@ class Damage(NamedTuple):
 
 
 def find_damages(artifacts: Iterable[Artifact]) -> list[Damage]:
-    """Problems of published folders: a file missing, truncated or flipped, a manifest that is missing,
-    damaged or another artifact's. What others remove meanwhile is left out."""
+    """Problems of published folders: a file that is missing, cut or changed; a manifest that is missing,
+    damaged or another artifact's. Folders that others remove meanwhile are left out.
+    """
     wrong = []
     for artifact in artifacts:
         messages = [message for name in artifact.files if (message := artifact.find_damage(name))]
@@ -63,7 +64,7 @@ def find_damages(artifacts: Iterable[Artifact]) -> list[Damage]:
 
 
 def find_unreadable(store: Store) -> Iterator[Artifact]:
-    """What stands where artifacts do, and has no manifest that can be read.
+    """Folders in the place of artifacts without a readable manifest.
 
     Raises:
         InputError: a folder of the store cannot be read, so that nothing can be said of what is in it.
@@ -76,9 +77,9 @@ def find_unreadable(store: Store) -> Iterator[Artifact]:
 
 
 def find_half_made(store: Store) -> Iterator[Artifact]:
-    """What was cut in the making and can be resumed, and, of kind "removed", what was cut in its removal.
+    """Artifacts whose making was interrupted and can be resumed, and, as kind "removed", interrupted removals.
 
-    What a process is at work on is left out.
+    Those that a process works on are left out.
 
     Raises:
         InputError: a folder of the store cannot be read.
@@ -90,14 +91,14 @@ def find_half_made(store: Store) -> Iterator[Artifact]:
 
 
 def _name_by_folder(folder: Path) -> Artifact:
-    """A folder as the artifact that it is, or will be; `created` is when it was last written to."""
+    """A folder as an artifact without content. `created` is when the folder was last written to."""
     latest = max(state.st_mtime for state in _list_states(folder))
     created = datetime.fromtimestamp(min(max(latest, 0), _LATEST), UTC).isoformat(timespec="seconds")
     return Artifact(show_name(folder.parent.name), show_name(folder.name), folder, {}, created=created)
 
 
 def _list_states(folder: Path) -> Iterator[os.stat_result]:
-    """Of a folder and all in it, as far as they can be seen; others may remove some meanwhile."""
+    """The states of a folder and of everything in it that can be seen. Others may remove files meanwhile."""
     yield os.stat_result((0,) * 10)
     with suppress(OSError):
         for path in (folder, *folder.rglob("*")):
@@ -106,7 +107,7 @@ def _list_states(folder: Path) -> Iterator[os.stat_result]:
 
 
 class Difference(NamedTuple):
-    """Where two contents part: the key, dotted, and the two values; None if there is none."""
+    """A difference of two contents: the dotted key and both values, None if one has no such key."""
 
     path: str
     wanted: Any
@@ -133,7 +134,7 @@ def _list_leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def find_nearest(
     store: Store, kind: str, wanted: Mapping[str, Any]
 ) -> tuple[Artifact, list[Difference]] | None:
-    """The artifact of this kind that differs in the fewest keys, and in which; None if there is none.
+    """The artifact of this kind that differs in the fewest keys, and these. None if there is no such artifact.
 
     If no setting differs, it was made under another schema.
     """

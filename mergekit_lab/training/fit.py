@@ -150,9 +150,9 @@ def _make_trainer(
 
 
 class _Latest(ModelCheckpoint):
-    """`last.ckpt` after every validation but the last: what training ends with needs no going on from.
+    """Writes `last.ckpt` after every validation except the last, after which there is nothing to resume.
 
-    It finds its files again where their folder has been moved since, or is seen under another path.
+    It finds its files again if their folder was moved, or has another path now.
     """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -169,25 +169,25 @@ class _Latest(ModelCheckpoint):
 
 
 class _Kept(_Latest):
-    """`best.ckpt` after every validation but the last, whose weights no file has to hold."""
+    """Writes `best.ckpt` after every validation except the last, whose weights `_End` takes from memory."""
 
 
 class _End(Callback):
-    """Takes the weights that training ends with, if they are to be kept, and frees the memory.
+    """Takes the final weights if they are to be kept, and frees memory.
 
-    It takes them while the processes that hold them are still there. Then it frees graphs, gradients, moments
-    and copies of the weights, before Lightning brings them to the host; and the weights themselves, if they
-    were taken there.
+    It takes them while all processes that hold parts of them still run. Then it frees graphs, gradients,
+    moments and copies of weights, before Lightning would move them to the host. If it took the weights, it
+    frees those on the device too.
 
-    Lightning's objects refer to each other in circles and stay until Python looks for such; the next training
-    of a run would find their memory taken.
+    Freeing is necessary because Lightning's objects refer to each other in cycles. They live until Python's
+    collector finds them, and the next training of a run would find their memory in use.
 
     Args:
-        best: knows the best score so far; None keeps what training ends with.
+        best: knows the best score so far. With None the final weights are always kept.
 
     Attributes:
-        state: the module's state dict, whole, on the CPU; None where nothing was taken.
-        step: of it.
+        state: the module's whole state dict on the CPU; None if it was not taken.
+        step: the step after which it was taken.
     """
 
     state: dict[str, Tensor] | None = None
