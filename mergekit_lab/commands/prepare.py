@@ -86,16 +86,8 @@ def prepare(
         if isinstance(method, Method):
             method.check(tuple(named))
         refuse_absent({"the base": base, **named})
-    opener = _Opener(read, allow_config_mismatch)
-    origin = opener.open("the base", base, None)
-    notes = _describe_folder(origin)
-    sources = {n: _require_kin(origin, opener.open(n, s, origin)) for n, s in named.items()}
-    origin = untie(origin, sources.values(), notes.append)
     is_merged = partial(is_selected, include=include, exclude=exclude)
-    opened = {n: align(origin, s, read=read, say=notes.append, is_merged=is_merged) for n, s in sources.items()}
-    config_notes, problems = compare_configs(origin, opened, allow_config_mismatch, is_merged)
-    notes += [*opener.notes, *config_notes]
-    problems = [*opener.problems, *problems]
+    origin, opened, notes, problems = _Opener(read, allow_config_mismatch).open_all(base, named, is_merged)
     reconciled, wanted = Reconciled(origin, tuple(opened.values())), None
     try:
         wanted = _find_tokenizer_folder(tokenizer_from, origin, opened)
@@ -159,6 +151,19 @@ class _Opener:
     allowed: Sequence[str]
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+    def open_all(
+        self, base: Source | Adapter | Arranged, experts: Mapping[str, Any], is_merged: Callable[[str], bool]
+    ) -> tuple[Checkpoint, dict[str, Checkpoint], list[str], list[str]]:
+        """The base, the experts under its names, notes, and problems."""
+        origin = self.open("the base", base, None)
+        notes = _describe_folder(origin)
+        sources = {n: _require_kin(origin, self.open(n, s, origin)) for n, s in experts.items()}
+        origin = untie(origin, sources.values(), notes.append)
+        say = notes.append
+        opened = {n: align(origin, s, read=self.read, say=say, is_merged=is_merged) for n, s in sources.items()}
+        of_configs, problems = compare_configs(origin, opened, self.allowed, is_merged)
+        return origin, opened, [*notes, *self.notes, *of_configs], [*self.problems, *problems]
 
     def open(self, name: str, source: Source | Adapter | Arranged, base: Checkpoint | None) -> Checkpoint:
         if isinstance(source, Arranged):

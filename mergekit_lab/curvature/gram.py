@@ -1,4 +1,4 @@
-"""Input Gram matrices of linear layers: what RegMean weighs experts with, and CAT tells conflicts by.
+"""Input Gram matrices of linear layers, by which RegMean weighs experts and CAT finds conflicts.
 
 Jin et al. 2023, "Dataless knowledge fusion by merging weights of language models", section 3.2. With the rows
 `x` that enter a layer (every position of every sample), `G = mean of x xᵀ`: a mean, as in yule-BUAA/MergeLM, so

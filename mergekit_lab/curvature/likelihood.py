@@ -1,4 +1,4 @@
-"""What is differentiated: a sample's log-likelihood under a model, for classifiers and language models.
+"""The function that is differentiated: a sample's log-likelihood, for classifiers and language models.
 
 Legend: N samples, L tokens, C classes or tokens of the vocabulary.
 

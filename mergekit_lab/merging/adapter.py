@@ -1,9 +1,9 @@
 """Store a merge as one LoRA adapter: the change of the base, in low-rank factors.
 
-Where experts are adapters and the merge is a weighted sum, the factors are theirs side by side, which is exact;
-a merge in their joint subspace has factors, too. Else every matrix's merged change is cut to its largest
-singular directions, and what that loses is counted. Other methods merge the products `B·A`, never the factors:
-a product has many factors, and their mean is no product's.
+If the experts are adapters and the merge is a weighted sum, its factors are theirs side by side, which is
+exact. A merge in the experts' joint subspace has factors too. For all others every matrix's merged change is
+cut to its largest singular directions, and the loss is measured. These methods merge the products `B·A`, never
+the factors: a product has many factorizations, and a mean of factors is not a factor of the mean.
 
 Legend: `ΔW` a weight's merged change `[out, in]`, `r` its rank.
 """

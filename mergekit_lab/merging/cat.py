@@ -1,14 +1,14 @@
 """CAT Merging: remove from every task vector what changes other tasks' layers, and add up the rest.
 
 Sun et al. 2025, "CAT Merging: a training-free approach for resolving conflicts in model merging", section 4.
-With the inputs `X_k` of a layer at expert `k`, the directions of its outputs in which the others' task vectors
-change it most, less `λ` times what they do at their own experts, are the top eigenvectors of `Σ_{i≠k} δ_i
-(X_kᵀX_k − λ X_iᵀX_i) δ_iᵀ` (weights `[out, in]`); every other task vector is projected off them. Of norms'
-scales and of biases as many entries are set to 0, where `Σ_{i≠k} (E[x_k²] − λ E[x_i²]) δ_i²` and `Σ_{i≠k} δ_i²`
-are largest.
+Let `X_k` be the inputs of a layer at expert `k`. The top eigenvectors of `Σ_{i≠k} δ_i (X_kᵀX_k − λ X_iᵀX_i)
+δ_iᵀ` (weights `[out, in]`) are the output directions in which the other task vectors change expert `k` most,
+less `λ` times the change that they make at their own experts. All other task vectors are projected off these
+directions. For norms' scales and for biases as many entries are set to 0: those with the largest `Σ_{i≠k}
+(E[x_k²] − λ E[x_i²]) δ_i²`, or `Σ_{i≠k} δ_i²`.
 
-The authors' code was not to be had, so the tests compare with these formulas, written out. Ours: eigenvectors
-and entries without a conflict (a number that is not positive) are left alone.
+The authors' code was not available, so the tests compare with these formulas, written out. Where we differ:
+eigenvectors and entries without a conflict (a number that is not positive) are not removed.
 """
 
 from collections.abc import Iterator

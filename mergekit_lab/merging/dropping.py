@@ -27,7 +27,7 @@ _MIX_2 = 0x94D049BB133111EB
 
 
 def _to_signed(value: int) -> int:
-    """A 64-bit pattern as the int64 that has it."""
+    """Reinterpret 64 bits as an int64."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
 
@@ -69,7 +69,7 @@ def draw_uniform(draws: Sequence[Counters], device: torch.device) -> Tensor:
 
 
 def to_uniform(bits: Tensor) -> Tensor:
-    """What 32 bits are as a number in [0, 1): in float64, where torch would compute in float32."""
+    """Convert 32 bits to a number in [0, 1), in float64; torch would compute in float32."""
     return bits.double().mul_(2.0**-32)
 
 

@@ -25,9 +25,9 @@ def svd(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def solve_triplets(matrices: Tensor, rank: int, overwrite: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """The `rank` largest singular triplets of a batch `[B, m, n]`, in float64: `U` `[B, m, k]`, `S`, `V`.
 
-    On a CUDA device single-precision matrices go through cuSOLVER's batched `gesvda`, thirty times faster
-    than one by one and right to 1e-7; what it does not solve to that accuracy is solved again by `svd`.
-    `overwrite` gives the matrices' memory away.
+    On a CUDA device single-precision matrices go through cuSOLVER's batched `gesvda`, which is thirty times
+    faster than one by one and accurate to 1e-7. A matrix with a larger error is solved again by `svd`.
+    `overwrite` allows reusing the matrices' memory.
     """
     if not matrices.is_cuda or matrices.dtype == torch.float64:
         return _solve_each(matrices, rank, overwrite)
@@ -41,7 +41,7 @@ def solve_triplets(matrices: Tensor, rank: int, overwrite: bool = False) -> tupl
 
 
 def _solve_each(matrices: Tensor, rank: int, overwrite: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """By `svd`, one matrix at a time: all triplets of one are in memory, and the first ones of all."""
+    """Solve by `svd` one matrix at a time, so that all triplets of only one matrix are in memory."""
     batch, m, n = matrices.shape
     u, v = (matrices.new_empty(batch, rank, size, dtype=torch.float64).mT for size in (m, n))
     s = matrices.new_empty(batch, rank, dtype=torch.float64)
@@ -95,7 +95,7 @@ _UPRIGHT = 1.5
 
 
 def _split_batch(matrices: Tensor) -> tuple[Tensor, ...]:
-    """A batch in parts of about equal size that `gesvda` takes."""
+    """Split a batch into parts of about equal size that `gesvda` accepts."""
     batch = len(matrices)
     return matrices.tensor_split(min(batch, -(-batch * matrices.shape[2] // _GESVDA_COLUMNS)))
 
@@ -108,7 +108,7 @@ _ACCURACY = 1e-5
 
 
 def solve_tall_triplets(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of matrices with many more rows than columns (vocabularies), by the triangular factor of each."""
+    """Triplets of matrices with many more rows than columns (vocabularies), by each one's triangular factor."""
     small = torch.stack([torch.linalg.qr(x.double(), mode="r").R for x in matrices])
     _, s, v = solve_triplets(small.to(matrices.dtype), rank)
     inverse = torch.where(s > 0, 1 / s, 0)

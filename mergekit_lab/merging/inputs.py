@@ -168,8 +168,8 @@ def select_tensors(
 ) -> tuple[str, ...]:
     """The floating-point tensors that are merged, tied ones once, batch norm's counters left out.
 
-    Weights with several names are one: they are excluded if a name of theirs is, else included if one is. A
-    pattern may be for what only experts have.
+    Weights with several names are one. They are excluded if one of their names is, else included if one is. A
+    pattern may match only tensors that experts have and the base lacks.
 
     Raises:
         InputError: a pattern that matches no floating-point tensor, or nothing that is left to merge.

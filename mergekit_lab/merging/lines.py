@@ -1,10 +1,10 @@
 """LiNeS: scale what another method merges by depth, little in the first layer and much in the last.
 
 Wang et al. 2025, "LiNeS: post-training layer scaling prevents forgetting and enhances model merging", section
-4; reference: wang-kee/LiNeS (`src/eval/eval.py`). Layer `l` of `L` is scaled by `a + b·l/(L−1)`, what belongs
-to no layer by `a`. For merges the authors take `a = ‖Σ δ_t‖₁ / (T·‖τ‖₁)`, with `τ` the merged task vector at
-coefficient 1, and search `b` on validation. Layers are told by the first number in a tensor's name, and each
-stack of them counts from 0: the two towers of a CLIP have their own `L`.
+4; reference: wang-kee/LiNeS (`src/eval/eval.py`). Layer `l` of `L` is scaled by `a + b·l/(L−1)`, and a tensor
+outside layers by `a`. For merges the authors take `a = ‖Σ δ_t‖₁ / (T·‖τ‖₁)`, with `τ` the merged task vector at
+coefficient 1, and search `b` on validation. The first number in a tensor's name is its layer. Each stack of
+layers has its own `L`, such as the two towers of a CLIP.
 """
 
 from dataclasses import dataclass, replace

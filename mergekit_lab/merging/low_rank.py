@@ -1,9 +1,9 @@
 """Store a merge as the base's change in low-rank factors: small, and with every expert's share separate.
 
-Of a matrix the atoms `U [m, p]`, `V [n, p]` and their coordinates `d [p]` (`Δ = U diag(d) Vᵀ`, the experts'
-atoms side by side, equally many of each); of any other tensor every expert's task vector and what their sum is
-divided by. Of EMR-Merging the unified vector, every expert's mask in bits, and the rescalers.
-`checkpoints.low_rank` reads them back and expands them.
+A matrix is stored as atoms `U [m, p]`, `V [n, p]` and their coordinates `d [p]` (`Δ = U diag(d) Vᵀ`, the
+experts' atoms side by side, equally many of each). Any other tensor is stored as every expert's task vector and
+the divisor of their sum. EMR-Merging is stored as the unified vector, every expert's mask in bits, and the
+rescalers. `checkpoints.low_rank` reads and expands them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

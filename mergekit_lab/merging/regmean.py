@@ -86,7 +86,7 @@ class RegMean(Method):
 
 
 def name_gram(name: str) -> str | None:
-    """What a checkpoint of Grams calls a weight; None: it holds none of it."""
+    """The name of a weight's Gram in a checkpoint of Grams; None if it cannot have one."""
     return next((name.removesuffix(end) for end in _SUFFIXES if name.endswith(end)), None)
 
 

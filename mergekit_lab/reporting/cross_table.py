@@ -74,18 +74,7 @@ def tabulate_across(records: Iterable[Record], table: str, measure: str = "norma
     shown = _narrow(distinguish_mergers(keep_first_metric(of_part)), fixed, table)
     _refuse_open(shown, names, table)
     rows, columns = (_list_values(shown, name) for name in names)
-    by_cell: dict[tuple[str, ...], list[Record]] = defaultdict(list)
-    kept: dict[tuple[Any, ...], str] = {}
-    for record in shown:
-        pair = tuple(_read_value(record, name) for name in names)
-        by_cell[pair].append(record)
-        where = (*pair, record.task, record.seed)
-        if kept.setdefault(where, record.evaluation_key) != record.evaluation_key:
-            raise InputError(
-                f"table={table}: {', '.join(pair)}: {record.task}, seed {record.seed}, has several evaluations "
-                "that differ outside the table's dimensions: report over fewer runs"
-            )
-
+    by_cell = _group_by_cell(shown, names, table)
     tasks = {record.task for record in shown}
 
     def fill(measure: str) -> list[list[Cell]]:
@@ -119,6 +108,24 @@ def tabulate_across(records: Iterable[Record], table: str, measure: str = "norma
             for line, cell in zip(ranked, marked, strict=True):
                 line[j] = cell
     return CrossTable(names, rows, columns, tuple(map(tuple, cells)), (first, *notes), references)
+
+
+def _group_by_cell(
+    records: Iterable[Record], names: tuple[str, str], table: str
+) -> dict[tuple[str, ...], list[Record]]:
+    """The records of each cell. Refuse different evaluations of one cell, seed and task."""
+    by_cell: dict[tuple[str, ...], list[Record]] = defaultdict(list)
+    kept: dict[tuple[Any, ...], str] = {}
+    for record in records:
+        pair = tuple(_read_value(record, name) for name in names)
+        by_cell[pair].append(record)
+        where = (*pair, record.task, record.seed)
+        if kept.setdefault(where, record.evaluation_key) != record.evaluation_key:
+            raise InputError(
+                f"table={table}: {', '.join(pair)}: {record.task}, seed {record.seed}, has several evaluations "
+                "that differ outside the table's dimensions: report over fewer runs"
+            )
+    return by_cell
 
 
 def _note_strengths(strengths: Sequence[Sequence[Cell]], names: tuple[str, str]) -> list[str]:

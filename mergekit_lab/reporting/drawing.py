@@ -13,6 +13,7 @@ from pathlib import Path
 from mergekit_lab.reporting.encoding import Chart
 from mergekit_lab.reporting.records import write_text
 
+SUFFIX = ".vl.json"
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 _CONFIG: Chart = {
     "background": "white",
@@ -32,16 +33,16 @@ _CONFIG: Chart = {
     "view": {"stroke": None},
 }  # fmt: skip
 _LEGEND_COLUMN = 175
-"""Pixels that a name in a legend needs."""
+"""The pixels that a name in a legend takes."""
 _WIDTHS = {1: 600, 2: 400, 3: 320}
-"""Of a panel in pixels, by columns."""
+"""The width of a panel in pixels, by the number of columns."""
 _SCALE = 1.5
-"""Pixels of a PNG for one of the figure."""
+"""A PNG has so many pixels per pixel of the figure."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A PNG file and the sentence that stands for it where it cannot be seen."""
+    """A PNG file, and a sentence for those who cannot see it."""
 
     path: Path
     text: str
@@ -50,7 +51,7 @@ class Figure:
 
     @property
     def source(self) -> str:
-        """The picture as an address: its SVG, which is smaller, where there is one."""
+        """The picture as a `data:` address: its SVG, which is smaller, if there is one."""
         svg = self.path.with_suffix(".svg")
         kind, file = ("svg+xml", svg) if svg.is_file() else ("png", self.path)
         return f"data:image/{kind};base64,{b64encode(file.read_bytes()).decode('ascii')}"
@@ -67,7 +68,7 @@ def save_figure(path: Path, title: str, panels: Sequence[Chart], columns: int = 
     chart = _arrange(panels, columns)
     chart["title"] = {"text": title, "fontSize": 15, "offset": 12}
     write_text(path.with_suffix(SUFFIX), json.dumps(chart, ensure_ascii=False) + "\n")
-    for panel in chart["concat"]:  # what nobody sees is a place for the mouse
+    for panel in chart["concat"]:  # invisible marks only show tooltips, which files do not have
         panel["layer"] = [layer for layer in panel["layer"] if layer["mark"].get("opacity") != 0]
     titled = vl_convert.vegalite_to_svg(chart, allowed_base_urls=[])
     path.write_bytes(vl_convert.svg_to_png(titled, scale=_SCALE))
@@ -78,11 +79,8 @@ def save_figure(path: Path, title: str, panels: Sequence[Chart], columns: int = 
     return path
 
 
-SUFFIX = ".vl.json"
-
-
 def _arrange(panels: Sequence[Chart], columns: int) -> Chart:
-    """Panels in columns, four in two at most; one legend for all of them where they have the same."""
+    """Arrange panels in columns, four panels in two. Panels with the same legend share one."""
     columns = min(2 if len(panels) == 4 else columns, max(len(panels), 1))
     wide = _WIDTHS[columns]
     scales = sorted({scale for panel in panels for scale in _find_scales(panel)})
@@ -103,7 +101,7 @@ def _arrange(panels: Sequence[Chart], columns: int) -> Chart:
 
 
 def _find_scales(panel: Chart) -> Iterator[tuple[str, str, str]]:
-    """What has legends: channel, field and scale."""
+    """What a legend explains: channel, field and scale."""
     for layer in panel["layer"]:
         for channel in ("color", "shape", "strokeDash", "opacity"):
             encoding = layer.get("encoding", {}).get(channel, {})
@@ -122,14 +120,14 @@ def load_chart(picture: Path) -> Chart | None:
 
 
 def make_title(group: Sequence[str], what: str) -> str:
-    """What a figure shows, after the group it is of, if there is one."""
+    """A figure's title: the group, if there is one, and what the figure shows."""
     return ": ".join(filter(None, (" / ".join(filter(None, group)), what)))
 
 
 def name_files(
     folder: Path, stem: str, groups: Sequence[tuple[str, ...]]
 ) -> list[tuple[Path, tuple[str, ...]]]:
-    """A file for every group: numbered, so that equal names stay apart, and named for the reader."""
+    """A file for every group, named by its number, so that names differ, and by the group, for readers."""
     files = []
     for number, group in enumerate(groups, start=1):
         name = re.sub(r"[^A-Za-z0-9_.]+", "-", "-".join(group)).strip("-.")[:60]

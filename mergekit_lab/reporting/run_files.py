@@ -23,7 +23,7 @@ CONFIG = "config.yaml"
 
 
 def _describe_points(*needed: str) -> Any:
-    """The type of points by label, each with the numbers that are needed to draw it."""
+    """A type that pydantic checks: points by label, each with the numbers that are needed to draw it."""
 
     def check(point: dict[str, Any]) -> dict[str, Any]:
         if set(needed) - set(point) or not all(isinstance(n, int | float) for n in point.values()):
@@ -40,7 +40,7 @@ _JSON: dict[str, Any] = {
     "published": list[Beside],
     "origin": Origin,
 }
-"""Types of what the files `NAME.json` hold, by field of `RunFiles`."""
+"""The type of the content of `NAME.json`, by field of `RunFiles`."""
 _adapt = cache(TypeAdapter)
 """A type's reader; making one takes milliseconds."""
 FILES_READ = ("failure.json", "records.jsonl", CONFIG, SAMPLES, *(f"{name}.json" for name in _JSON))
@@ -97,7 +97,7 @@ def read_run(folder: Path) -> RunFiles | Failure:
     name = str(folder)
     try:
         for file in FILES_READ:
-            if is_stream(folder / file):  # whoever reads one may wait without end, or fill the memory
+            if is_stream(folder / file):  # reading one may never end, or fill the memory
                 raise InputError(f"{folder / file} is a pipe or a device, not a file")
         if (folder / "failure.json").exists():
             failure = _read_json(folder / "failure.json", dict[str, Any])

@@ -40,14 +40,14 @@ def _join_markdown(cells: Iterable[str]) -> str:
 
 
 def escape_cell(text: str) -> str:
-    """Text as a cell of a Markdown table shows it."""
+    """Escape text for a cell of a Markdown table."""
     for character, safe in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("\n", " ")):
         text = text.replace(character, safe)
     return text
 
 
 def to_csv(table: Table | CrossTable) -> str:
-    """Labels and fractions; behind a column its deviations and plain values, where the table has some."""
+    """Labels and fractions. A column is followed by its deviations and plain values if the table has any."""
     sheet = table.make_sheet(name=str)
     lines = [line for group in sheet.groups for line in group]
     ends = {
@@ -78,7 +78,7 @@ def quote_formula(text: str) -> str:
 
 
 def to_latex(table: Table | CrossTable) -> str:
-    """A `booktabs` table: groups apart, in each the best of a column bold, the second underlined."""
+    """A `booktabs` table, a block per group, where a column's best is bold and its second underlined."""
     sheet = table.make_sheet()
 
     def join(names: Iterable[str], cells: Iterable[str], texts: Iterable[str]) -> str:
@@ -126,7 +126,7 @@ def print_table(table: Table | CrossTable, console: Console | None = None) -> No
 
 
 def _fit(sheet: Sheet, console: Console) -> Iterator[RichTable]:
-    """As few tables as fit the terminal's width, each of as many columns as fit, one at the least."""
+    """Split a table into few that fit the terminal's width, each with as many columns as fit, at least one."""
     unlimited = console.options.update(max_width=sys.maxsize)
 
     def fits(drawn: RichTable) -> bool:
@@ -144,7 +144,7 @@ def _fit(sheet: Sheet, console: Console) -> Iterator[RichTable]:
 
 
 def _draw(sheet: Sheet, columns: Sequence[int]) -> RichTable:
-    """The columns at these positions."""
+    """A table for rich with the columns at these positions."""
     from rich.table import Table as RichTable
     from rich.text import Text
 
