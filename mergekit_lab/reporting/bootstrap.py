@@ -27,10 +27,9 @@ _LEVEL = 0.95
 def add_intervals(table: Table, samples: Samples) -> Table:
     """The table with a 95 % interval of every average, and a mark on mergers that the best may not beat.
 
-    Of a group the rows are compared that were evaluated alike (the largest such part of it); a row of other
-    seeds or other samples, or that lacks the samples of an evaluation, has no interval, and a note says so. The
-    best merger is the one of highest average; another is marked `close` where the interval of their difference
-    holds 0.
+    Within a group, rows are compared if they have the same seeds, tasks and numbers of samples. The largest
+    such set gets intervals. A note names the other rows. The best merger has the highest average. Another
+    merger is marked `close` if the interval of their difference contains 0.
     """
     import numpy as np
 
@@ -70,7 +69,7 @@ Keys = Mapping[tuple[int, str], str]
 
 
 def _keep_alike(rows: Mapping[int, Row], samples: Samples) -> dict[int, Keys]:
-    """By position, the rows of most that have the same seeds, tasks and numbers of samples."""
+    """The largest set of rows that have the same seeds, tasks and numbers of samples, by position."""
     tasks = {task for row in rows.values() for _, task, _ in row.evaluations}
     alike: dict[Any, dict[int, Keys]] = defaultdict(dict)
     for position, row in rows.items():
@@ -89,7 +88,7 @@ def _keep_alike(rows: Mapping[int, Row], samples: Samples) -> dict[int, Keys]:
 
 
 def _draw_averages(keys: Sequence[Keys], samples: Samples) -> Any:
-    """Of every draw and row the mean over seeds and tasks, `[draws, rows]`."""
+    """The mean over seeds and tasks for every draw and row, `[draws, rows]`."""
     import numpy as np
 
     seeds, tasks = sorted({s for s, _ in keys[0]}), sorted({task for _, task in keys[0]})

@@ -1,7 +1,7 @@
 """Any two of a study's dimensions against each other.
 
-`optimizer×merger` is a row for every optimizer and a column for every merger; its cells are means over tasks,
-and over seeds with their standard deviation. What the two leave open must have one value, or be fixed:
+`optimizer×merger` has a row for every optimizer and a column for every merger. Cells are means over tasks, and
+over seeds with their standard deviation. Every other dimension must have one value in the records, or be fixed:
 `optimizer×task@merger:tsvm`.
 """
 
@@ -56,9 +56,9 @@ class CrossTable:
 
 
 def tabulate_across(records: Iterable[Record], table: str, measure: str = "normalized") -> CrossTable:
-    """Two dimensions of the records of the test part (of the only part, where there is no test).
+    """Tabulate two dimensions of the records of the test part, or of the only part if there is no test.
 
-    If experts differ in strength, shares are followed by values.
+    If experts differ in strength, cells show the value beside the share.
 
     Args:
         table: `rows×columns` (or `rows*columns`), each of `DIMENSIONS`, and `@dimension:value` for each that is

@@ -1,7 +1,7 @@
-"""What a reader sees of a merger: the name that papers use, and one look in all figures of all reports.
+"""How reports show a merger: the name that papers use, and the same look in all figures of all reports.
 
-Both follow from the label alone, so that a method has them in every report. Records, files of numbers and
-options keep the labels.
+Both depend only on the label, so a method has them in every report. Records, files of numbers and options keep
+the labels.
 """
 
 import zlib
@@ -64,7 +64,7 @@ def display_name(label: str) -> str:
 
 @dataclass(frozen=True)
 class Look:
-    """How a figure draws something; Vega-Lite's words."""
+    """How a figure draws a model, in Vega-Lite's terms."""
 
     color: str
     dash: tuple[int, ...]
@@ -85,8 +85,8 @@ LOOKS = len(COLORS) * len(DASHES)
 def choose_looks(labels: Iterable[str]) -> dict[str, Look]:
     """A look for each label. A method of `NAMES` always has the same one.
 
-    Where a method stands several times, as `ties (α=0.3)`, all have its color, each with another dash and
-    marker. Another label takes a look by its hash, or the next that no other label of the figure has.
+    Several runs of a method, as `ties (α=0.3)`, have its color, each with another dash and marker. Any other
+    label takes a look by its hash, or the next that no other label of the figure has.
     """
     every = list(dict.fromkeys(labels))
     numbers = {label: list(NAMES).index(label) for label in every if label in NAMES}
@@ -105,6 +105,6 @@ def choose_looks(labels: Iterable[str]) -> dict[str, Look]:
 
 
 def _vary(look: Look, taken: Collection[Look]) -> Look:
-    """The look, or the first of its color that none has."""
+    """The look, or the first of its color that is free."""
     others = (Look(look.color, dash, marker) for dash, marker in zip(cycle(DASHES), MARKERS * 6, strict=False))
     return next((each for each in (look, *others) if each not in taken), look)

@@ -94,7 +94,7 @@ def _load_template(name: str) -> Template:
 
 
 def _describe(page: Page) -> dict[str, Any]:
-    """What both views show."""
+    """The content of both views."""
     return {
         **vars(page),
         "published": list(zip(page.published, format_numbers(page.published), strict=True)),
@@ -167,7 +167,7 @@ def _embed(figures: Sequence[Figure]) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _list_commands(row: Row, commands: Mapping[str, str]) -> list[str]:
-    """Of every seed one, or several where a row is made of several models."""
+    """The commands of a row: one per seed, or several if the row is of several models."""
     return list(dict.fromkeys(commands[key] for _, _, key in row.evaluations if key in commands))
 
 

@@ -95,11 +95,12 @@ def set_beside(
     A number is left out if the run lacks a setting that decides it. The log says which.
 
     Args:
-        name: of the table, as `read_published` takes it. measured: our value of a (row, column) in the column's
-        unit, or None. axes: the run's backbone, finetuning and optimizer. holds: whether `key=value`, or
-        `key?=value`, holds in this run. run_tasks: the run's tasks. Merged models and averages depend on all of
-        a table's tasks, so they are left
-            out if the run has others.
+        name: of the table, as `read_published` takes it.
+        measured: our value of a (row, column) in the column's unit, or None.
+        axes: the run's backbone, finetuning and optimizer.
+        holds: whether `key=value`, or `key?=value`, holds in this run.
+        run_tasks: the run's tasks. Merged models and averages depend on all of a table's tasks, so they are
+            left out if the run has others.
         protocol: which settings the table's source prints.
     """
     source, _, _ = name.partition(" ")

@@ -1,4 +1,4 @@
-"""What was run and what came out, in a few sentences."""
+"""Summarize what was run and what came out, in a few sentences."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What tables hold: cells, rows, and the sheet that `writing` writes of every kind of table."""
+"""Tables: their cells and rows, and `Sheet`, the form in which `writing.py` gets every kind of table."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a sheet; a reference is no candidate for the best."""
+    """One line of a sheet. A reference cannot be marked as the best."""
 
     names: tuple[str, ...]
     cells: tuple[Cell, ...]
@@ -107,7 +107,7 @@ class Row:
         return self.cells[-1]
 
     def compute_error_bar(self, measure: str) -> tuple[float, float] | None:
-        """Of the average the 95 % interval, else one deviation to each side; None where neither is known."""
+        """The average's 95 % interval, else one deviation to each side; None if neither is known."""
         if measure == "average" and self.interval is not None:
             return self.interval
         cell = self.average if measure == "average" else self.normalized
@@ -182,7 +182,7 @@ class Table:
 
 
 def find_competing_kind(rows: Iterable[Row]) -> str:
-    """Of which rows the best are marked: of mergers, and of checkpoints where nothing was merged."""
+    """The kind of rows that compete for the best: merged models, or checkpoints if nothing was merged."""
     return "merged" if any(row.kind == "merged" for row in rows) else "checkpoint"
 
 

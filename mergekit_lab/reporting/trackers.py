@@ -25,7 +25,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Product:
-    """An artifact of the store, for trackers that know what was made of what.
+    """An artifact of the store, for trackers that record what was made from what.
 
     Attributes:
         name: as a person reads it, `expert-digits-adamw-s0`; products of other settings may have the same.
@@ -53,7 +53,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Start:
-    """What a tracker knows of a run when it begins.
+    """What a tracker learns about a run when it begins.
 
     Attributes:
         config: the composed one, plain types; `choices` in it are the options taken, by group.
@@ -72,7 +72,7 @@ class Start:
 
 
 def guard(log: Callable[..., None]) -> Callable[..., None]:
-    """Make a tracker's method do nothing where no run is open, and warn where it fails."""
+    """Make a tracker's method do nothing if no run is open, and warn if it fails."""
 
     @wraps(log)
     def log_if_open(self: Tracker, *args: Any, **kwargs: Any) -> None:
@@ -98,7 +98,7 @@ class Tracker:
 
     @contextmanager
     def _warn_of_failures(self, what: str) -> Iterator[None]:
-        """Around all that may fail after the construction."""
+        """Turn errors of everything after the construction into warnings."""
         try:
             yield
         except Exception as error:

@@ -1,9 +1,9 @@
-"""How a composed configuration is compared with what reads it, before any work.
+"""Compare a composed configuration with the code that reads it, before any work.
 
-Hydra refuses a misspelled key on the command line only; keys that come from a file or with `+key=` would be
-ignored or fail late. So the composed configuration is compared, key by key, with what takes it: the fields of
-a schema's dataclasses, and the signature behind every `_target_`. A target is called only after the schema, or
-the signature that takes what it makes, has said of which class that must be.
+Hydra refuses a misspelled key only on the command line. Keys from a file or with `+key=` would be ignored or
+fail late. So every key is compared with what takes it: the fields of a schema's dataclasses, or the signature
+of a `_target_`. A target is called only if a schema or signature says which class it must make, and it makes
+that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HYDRA_KEYS = {"_target_", "_partial_", "_recursive_", "_convert_"}
 
 
 def build(node: Any, kind: Callable[..., T]) -> T:
-    """What a node's `_target_` makes; the object's own complaints come through as they are.
+    """Make the object of a node's `_target_`. Its own errors are passed on unchanged.
 
     Args:
         node: a group with a `_target_`.
@@ -71,7 +71,7 @@ def _instantiate(node: Any, kind: Callable[..., Any], partially: bool) -> Any:
 
 
 def _read_hints(target: Any) -> Mapping[str, Any]:
-    """The types of what a class or a function takes, where they can be told."""
+    """The types of the arguments of a class or a function, as far as they can be resolved."""
     taker = target.__init__ if inspect.isclass(target) and not is_dataclass(target) else target
     with suppress(NameError, TypeError, AttributeError):
         return get_type_hints(taker, include_extras=True)
@@ -79,7 +79,7 @@ def _read_hints(target: Any) -> Mapping[str, Any]:
 
 
 def check_against(cfg: DictConfig, schema: type) -> DictConfig:
-    """Refuse every key that no field of the schema reads.
+    """Refuse every key that the schema does not have, and every value that does not fit.
 
     Returns:
         The configuration with `1.0` for every `1` that is read as a float: keys tell them apart.
@@ -99,7 +99,7 @@ def check_against(cfg: DictConfig, schema: type) -> DictConfig:
 
 
 def _with_floats(value: Any, read: Any) -> Any:
-    """A value with the floats of what was read of it."""
+    """A plain value, in which integers that were read as floats are floats."""
     if isinstance(value, Mapping) and isinstance(read, Mapping):
         return {name: _with_floats(item, read.get(name, item)) for name, item in value.items()}
     if isinstance(value, list) and isinstance(read, list | tuple) and len(value) == len(read):
@@ -108,7 +108,7 @@ def _with_floats(value: Any, read: Any) -> Any:
 
 
 def check_group(node: Any, kind: type, path: tuple[str, ...]) -> Mapping[str, Any]:
-    """A group of keys that a dataclass of the schema reads, which then checks what crosses fields.
+    """Check a group of keys against a dataclass of the schema, which checks what depends on several fields.
 
     Args:
         node: plain.
@@ -146,7 +146,7 @@ def _check_keys(node: Mapping[str, Any], taker: Any, path: tuple[str, ...]) -> M
 
 
 def _check(value: Any, hint: Any, path: tuple[str, ...]) -> Any:
-    """One value against its type, and every target in it; returns it as it is read."""
+    """Check a value and every target in it against the value's type. Returns the value as it is read."""
     inner, options = _find_inner_type(hint, value), list(map(strip_annotation, list_options(hint)))
     name = ".".join(path)
     if isinstance(value, Mapping) and "_target_" in value:
@@ -179,7 +179,7 @@ def _holds_target(value: Any) -> bool:
 
 
 def _check_target(node: Mapping[str, Any], hint: Any, path: tuple[str, ...]) -> Mapping[str, Any]:
-    """Resolve a `_target_`, and refuse one that does not make what its place asks for: it is not called."""
+    """Resolve a `_target_` without calling it. Refuse one that does not make what its place needs."""
     where = ".".join((*path, "_target_"))
     wanted = _list_classes(hint)
     if not wanted:
@@ -195,7 +195,7 @@ def _check_target(node: Mapping[str, Any], hint: Any, path: tuple[str, ...]) -> 
 
 
 def _list_classes(hint: Any) -> tuple[type, ...]:
-    """The classes that may be made where this type is declared."""
+    """The classes that a field of this type accepts."""
     classes: list[type] = []
     for option in map(strip_annotation, list_options(hint)):
         origin, arguments = get_origin(option), get_args(option)
@@ -211,7 +211,7 @@ def _list_classes(hint: Any) -> tuple[type, ...]:
 
 
 def _find_returned_class(target: Any) -> type | None:
-    """What a function says it returns; our own functions are no targets."""
+    """The return type that a function declares. Our own functions are not accepted as targets."""
     if str(getattr(target, "__module__", "")).partition(".")[0] == "mergekit_lab":
         return None
     returned = _read_hints(target).get("return") if callable(target) else None

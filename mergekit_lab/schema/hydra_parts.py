@@ -1,8 +1,8 @@
-"""What the `hydra` keys of a configuration may name.
+"""Check what the `hydra` keys of a configuration name.
 
-Hydra calls what stands there before the configuration reaches us: callbacks, what a launcher or a sweeper is
-made of, and handlers, formatters and filters of logging. A folder of configurations may be somebody else's, so
-each must be of the kind that belongs in its place.
+Hydra calls it before the configuration reaches us: callbacks, parts of launchers and sweepers, and handlers,
+formatters and filters of logging. A folder of configurations may be somebody else's, so each of them must be of
+the kind that belongs in its place.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def guard_hydra() -> None:
 
 
 def check_hydra(cfg: DictConfig) -> None:
-    """Refuse what Hydra would call, and is none of its parts.
+    """Refuse what Hydra would call although it is not one of Hydra's parts.
 
     Raises:
         InputError: it names the key, and what belongs there.
@@ -65,7 +65,7 @@ def check_hydra(cfg: DictConfig) -> None:
 
 
 def _list_calls(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Whatever is named to be called, by its key; also what cannot be told yet."""
+    """Everything that is named to be called, by its key, including names that are not resolved yet."""
     for key in node if isinstance(node, DictConfig) else range(len(node)):
         if OmegaConf.is_missing(node, key):
             continue
@@ -84,7 +84,7 @@ def _list_calls(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, .
 
 
 def _describe_wanted(path: tuple[str, ...]) -> str | None:
-    """What belongs in a place; None where Hydra itself looks at what does."""
+    """The kind of object that belongs in a place. None if Hydra itself checks it."""
     if path[0] == "callbacks":
         return "a Callback of Hydra, of plain values" if len(path) == 3 else "a plain value"
     if path[0] in _PLUGINS:

@@ -38,15 +38,15 @@ class Curvature:
     """Which curvature of the experts is computed, and from what.
 
     Args:
-        kind: "fisher" (the diagonal) or "gram" (of every linear layer's inputs), for all experts; what mergers
-            ask for is computed besides. Null: that alone.
+        kind: "fisher" (the diagonal) or "gram" (of every linear layer's inputs), for all experts. Null computes
+            only what mergers need, which is computed in any case.
         samples: training images per task, the first of a seeded shuffle.
-        fraction: the same as a share of the training images; in place of `samples`.
-        batch: of `fraction`: only whole batches of so many images count, one at least.
-        estimate: of a Fisher: "per_sample", the mean of samples' squared gradients; "first_moment", the square
-            of what Adam would remember of batches of `training.batch_size` at the expert's weights.
-        sampled: draw a Fisher's labels from the model instead of taking the true ones; per sample alone.
-        chunk: samples whose activations are held at a time.
+        fraction: the same as a share of the training images, in place of `samples`.
+        batch: with `fraction`, only whole batches of this many images count, at least one.
+        estimate: of a Fisher. "per_sample" is the mean of samples' squared gradients. "first_moment" is the
+            square of Adam's first moment over batches of `training.batch_size` at the expert's weights.
+        sampled: draw a Fisher's labels from the model instead of taking the true ones; only "per_sample".
+        chunk: the number of samples whose activations are in memory at a time.
     """
 
     kind: Literal["fisher", "gram"] | None
@@ -84,23 +84,23 @@ class Curvature:
 
 @dataclass(frozen=True)
 class Search:
-    """How a coefficient that is null is chosen, or weights in its place.
+    """How a null coefficient is chosen, or, with cma_es, weights in its place.
 
     Args:
-        coefficients: the grid that validation decides over; empty takes each method's own default. All but
-            cma_es need it.
-        method: "grid" goes through it; "halving" begins with it on a part of the validation samples, keeps the
-            better half, and then refines around the best; "cma_es" finds a weight for each expert and pattern
+        coefficients: the grid from which validation chooses. Empty takes each method's own default. cma_es does
+            not need it.
+        method: "grid" tries all of it. "halving" tries all on a part of the validation samples, keeps the
+            better half, and then refines around the best. "cma_es" finds a weight for each expert and pattern
             of layers, at coefficient 1.
-        prune: leave a candidate that cannot win any more: the same choice, but gaps in the curve.
-        patience: end a grid after so many worse candidates in a row; null goes through all.
+        prune: stop evaluating a candidate that can no longer win. The choice is the same, but curves have gaps.
+        patience: end a grid after this many worse candidates in a row; null tries all.
         refine: how often halving halves its steps around the best.
-        fields: `{field: [values]}` of methods that are searched together with the coefficient, where a method
-            has the field; null for none.
-        layers: of cma_es, as all that follow: patterns of tensor names (`"*.attn.*"`). The first that matches
-            counts; tensors that none matches have a weight of their own. Empty: one weight an expert.
-        low, high: the range of every weight; the search begins in its middle.
-        trials: candidates.
+        fields: `{field: [values]}`, searched together with the coefficient for methods that have the field;
+            null for none.
+        layers: for cma_es, like all that follow: patterns of tensor names (`"*.attn.*"`). The first that
+            matches counts. Tensors without a match share a further weight. Empty means one weight per expert.
+        low, high: the range of every weight. The search begins in its middle.
+        trials: the number of candidates.
         population: candidates per generation; null takes `4 + 3 ln(weights)`.
         seed: of the draws.
     """
@@ -137,7 +137,7 @@ class Search:
         return self.method == "cma_es" or bool(self.coefficients)
 
     def describe_content(self) -> dict[str, Any]:
-        """The part that decides a choice, for the keys of results."""
+        """The settings that decide a choice, for the keys of results."""
         if self.method == "cma_es":
             return {"search": self.method, **{name: getattr(self, name) for name in _OF_CMA_ES}}
         content: dict[str, Any] = {"grid": self.coefficients}
@@ -159,13 +159,13 @@ _OF_CMA_ES = ("layers", "low", "high", "trials", "population", "seed")
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """Where and how training runs: what of `lightning.Trainer` decides nothing of the result.
+    """Where and how training runs: settings of `lightning.Trainer` that do not decide the result.
 
     Args:
         accelerator: Lightning's name.
-        processes: how many train one expert together, one a device; null takes one for each of the run's
-            devices. More than 1 needs a strategy.
-        strategy: "auto", one process an expert; "ddp", the batch is spread over processes; "fsdp", the
+        processes: the number that train one expert together, one per device; null takes one for each of the
+            run's devices. More than 1 needs a strategy.
+        strategy: "auto" trains an expert in one process, "ddp" spreads the batch over processes, and "fsdp" the
             weights too (FSDP2).
         deterministic: refuse operations whose result varies from run to run.
     """
@@ -200,8 +200,7 @@ class Suite:
 class Main:
     """The top level of a run's configuration, `main.yaml`; the groups' own pages say more.
 
-    `base`, `texts`, `suite.lm_eval_tasks` and lists of `experts` and `models` are written out by `runs.settle`
-    before.
+    `runs.settle` has written out `base`, `texts`, `suite.lm_eval_tasks` and lists of `experts` and `models`.
     """
 
     stage: str | list[str]
@@ -302,8 +301,8 @@ def check(cfg: DictConfig) -> DictConfig:
 def with_chosen_merger(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """The configuration in which `merger=NAME` means the experiment's own `mergers.NAME`, if it has one.
 
-    Its settings are kept; what the command line says of `merger.KEY`, or of a group there
-    (`merger@merger.inner=ties`), wins over them.
+    The experiment's settings are kept, unless the command line sets `merger.KEY`, or a group there
+    (`merger@merger.inner=ties`).
 
     Args:
         cfg: the composed configuration.
@@ -325,7 +324,7 @@ def with_chosen_merger(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
 
 
 def _build_alone(node: DictConfig) -> Optimizer:
-    """The optimizer of a configuration, on a parameter of its own.
+    """The optimizer of a configuration, made for a parameter of no model.
 
     Raises:
         ValueError: a setting of torch's own is so large that a step would overflow; ours say so themselves.
@@ -340,9 +339,9 @@ def _build_alone(node: DictConfig) -> Optimizer:
 
 
 def count_evaluations_a_step(node: DictConfig) -> Fraction:
-    """What a step of an optimizer's configuration costs, in gradients of a whole batch.
+    """The cost of an optimizer's step in gradients of a whole batch.
 
-    It is built for that, so that its complaints come before any training.
+    The optimizer is built for this, so its errors come before any training.
     """
     try:
         return count_gradient_evaluations(_build_alone(node))

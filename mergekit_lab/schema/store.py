@@ -14,16 +14,17 @@ class StoreSettings:
 
     Args:
         root: a folder; null takes `$MERGEKIT_LAB_STORE`, else the user's cache.
-        action: "list"; "verify" hashes, and take out what differs; "explain" why what the composed run wants
-            is not there; "prune"; "export" one artifact as a folder; "import" such a folder.
-        kind, key: narrow it to a kind ("experts"), or to keys that begin so.
-        older_than: narrow it to what was made more than so many days ago.
-        which: prune "all", what the composed "run" wants, or all "others" but what is made of data alone, which
-            goes where `kind` names it.
-        confirm: verify and prune remove; otherwise they say what would go.
-        path: of the folder exported or imported.
-        push_to: a repository of the hub, `org/name`, that gets what is exported as a new commit.
-        push_private: whether a repository that is made for it is private.
+        action: "list" artifacts. "verify" their hashes, and remove those that differ. "explain" why artifacts
+            of the composed run are missing. "prune" artifacts. "export" one as a folder. "import" such a
+            folder.
+        kind, key: restrict the action to a kind ("experts"), or to keys that begin like this.
+        older_than: restrict it to artifacts that are more than this many days old.
+        which: prune "all" artifacts, those that the composed "run" needs, or all "others". The last keeps what
+            is made from data alone, unless `kind` names it.
+        confirm: let verify and prune remove artifacts. Otherwise they only say which.
+        path: the folder to export to or import from.
+        push_to: a repository of the hub, `org/name`, to which the exported artifact is pushed as a new commit.
+        push_private: whether a repository that is made for this is private.
     """
 
     root: str | None

@@ -6,9 +6,9 @@ T = TypeVar("T")
 
 
 class Target(dict[str, Any], Generic[T]):
-    """A field that its `_target_` builds: `Target[Method]` is a method, or a user's subclass.
+    """The type of a field that a `_target_` builds: `Target[Method]` is a method, or a user's subclass.
 
-    A class that lies to the right of the schema is named: `Target[Literal["package.module.Class"]]`.
+    A class that the schema must not import is given by name: `Target[Literal["package.module.Class"]]`.
     """
 
 
