@@ -203,11 +203,7 @@ def cross_task_linearity(
         coefficient: λ.
     """
     first, second = pair
-    points = [
-        {first: coefficient, second: coefficient},
-        {first: 2 * coefficient},
-        {second: 2 * coefficient},
-    ]
+    points = [{first: coefficient, second: coefficient}, {first: 2 * coefficient}, {second: 2 * coefficient}]
     totals = dict.fromkeys(blocks, 0.0)
     for sample in samples:
         for part in sample.index.split(batch_size):

@@ -14,7 +14,7 @@ from mergekit_lab.errors import InputError, join_names
 
 ADAPTER_CONFIG = "adapter_config.json"
 _READ = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"} | {
-    *("fan_in_fan_out", "target_parameters"),
+    *("fan_in_fan_out", "target_parameters")
 }
 _NO_EFFECT = {
     *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),

@@ -21,10 +21,7 @@ from mergekit_lab.checkpoints.shards import write_tensors
 from mergekit_lab.checkpoints.tied_weights import read_class_name
 from mergekit_lab.errors import InputError
 
-_TASKS = {
-    "ForCausalLM": "CAUSAL_LM",
-    "ForConditionalGeneration": "SEQ_2_SEQ_LM",
-}
+_TASKS = {"ForCausalLM": "CAUSAL_LM", "ForConditionalGeneration": "SEQ_2_SEQ_LM"}
 """peft's task types, by how the names of transformers' classes end. With those of classifiers peft wants the
 head as a whole; here it has factors as other weights."""
 _SUFFIX = ".weight"

@@ -54,11 +54,7 @@ class Checkpoint(Mapping[str, Tensor]):
     untied: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
-        self,
-        label: str,
-        specs: dict[str, TensorSpec],
-        files: Iterable[Path] = (),
-        folder: Path | None = None,
+        self, label: str, specs: dict[str, TensorSpec], files: Iterable[Path] = (), folder: Path | None = None
     ) -> None:
         odd = [name for name in specs if not name.isprintable()]
         if odd:
@@ -98,11 +94,7 @@ class InMemory(Checkpoint):
     """
 
     def __init__(
-        self,
-        label: str,
-        tensors: Mapping[str, Tensor],
-        files: Iterable[Path] = (),
-        folder: Path | None = None,
+        self, label: str, tensors: Mapping[str, Tensor], files: Iterable[Path] = (), folder: Path | None = None
     ) -> None:
         unnamed = [name for name in tensors if not isinstance(name, str)]
         if unnamed:

@@ -19,12 +19,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints import Checkpoint, TensorSpec, list_mismatches, refuse_quantized
-from mergekit_lab.checkpoints.inspection import (
-    Report,
-    describe_inputs,
-    describe_model,
-    describe_tensors,
-)
+from mergekit_lab.checkpoints.inspection import Report, describe_inputs, describe_model, describe_tensors
 from mergekit_lab.checkpoints.publish import check_out
 from mergekit_lab.checkpoints.shards import plan_shards
 from mergekit_lab.checkpoints.tied_weights import find_configured_ties
@@ -181,10 +176,7 @@ def _describe_memory(prepared: Prepared, specs: dict[str, TensorSpec], merged: S
     else:
         taken = _estimate_device_memory(prepared, sizes, item, whole) + counters
         device = f"device memory: about {say_bytes(taken)}"
-    return [
-        f"host memory: at most {say_bytes(held)} above start-up, without mapped files",
-        device,
-    ]
+    return [f"host memory: at most {say_bytes(held)} above start-up, without mapped files", device]
 
 
 def _find_largest_square(prepared: Prepared, merged: Sequence[str]) -> int:

@@ -16,12 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mergekit_lab.batches import Batch, count_samples, cut_batch, take_samples
-from mergekit_lab.curvature.likelihood import (
-    compute_logits,
-    draw_labels,
-    log_likelihood,
-    with_labels,
-)
+from mergekit_lab.curvature.likelihood import compute_logits, draw_labels, log_likelihood, with_labels
 from mergekit_lab.curvature.recorder import Recorder
 from mergekit_lab.curvature.tape import NoRule, Tape
 from mergekit_lab.errors import join_names

@@ -114,12 +114,7 @@ def load_move(params: Sequence[Tensor]) -> Any:
 
 
 def save_and_move(
-    kernels: Any,
-    params: Sequence[Tensor],
-    copies: Sequence[Tensor],
-    seed: Tensor,
-    factor: Tensor,
-    noise: Noise,
+    kernels: Any, params: Sequence[Tensor], copies: Sequence[Tensor], seed: Tensor, factor: Tensor, noise: Noise
 ) -> None:
     """Copy weights and move them by `load_move`'s kernels; see `gpu_noise.save_and_move`.
 

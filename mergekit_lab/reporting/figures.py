@@ -229,11 +229,7 @@ def spread_levels(values: Sequence[float]) -> list[float]:
 
 
 def chart_matrix(
-    title: str,
-    names: Sequence[str],
-    values: Sequence[Sequence[float]],
-    *,
-    signed: bool = False,
+    title: str, names: Sequence[str], values: Sequence[Sequence[float]], *, signed: bool = False
 ) -> Chart:
     """Numbers between names; the diagonal, where a thing is compared with itself, is gray and sets no color.
 

@@ -90,11 +90,7 @@ def write_cross_table(folder: Path, records: Iterable[Record], table: str, measu
 
 
 def _write_views(
-    folder: Path,
-    runs: Mapping[str, RunFiles],
-    failures: Sequence[Failure],
-    title: str,
-    origin: Origin | None,
+    folder: Path, runs: Mapping[str, RunFiles], failures: Sequence[Failure], title: str, origin: Origin | None
 ) -> ReportPaths:
     """One report over runs by name."""
     records = deduplicate(record for run in runs.values() for record in run.records)

@@ -10,14 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from mergekit_lab.errors import InputError
-from mergekit_lab.reporting import (
-    Record,
-    compare,
-    parse_table,
-    print_table,
-    read_records,
-    write_cross_table,
-)
+from mergekit_lab.reporting import Record, compare, parse_table, print_table, read_records, write_cross_table
 from mergekit_lab.reporting.summary import say_count
 from mergekit_lab.runs.origin import describe_origin
 

@@ -116,8 +116,4 @@ def _merge(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
     if method.by_task:
         _write_task_factors(run, method, workspace.out / TASK_FACTORS)
     (workspace.out / "notes.json").write_text(json.dumps(notes, indent=1))
-    return {
-        "method": repr(method),
-        "coefficient": alpha,
-        "peak_memory_bytes": read_peak_memory(run.device),
-    }
+    return {"method": repr(method), "coefficient": alpha, "peak_memory_bytes": read_peak_memory(run.device)}

@@ -80,11 +80,7 @@ class Run:
     """
 
     def __init__(
-        self,
-        cfg: DictConfig,
-        folder: Path,
-        choices: Mapping[str, str],
-        shared: dict[str, Any] | None = None,
+        self, cfg: DictConfig, folder: Path, choices: Mapping[str, str], shared: dict[str, Any] | None = None
     ) -> None:
         plain: Any = OmegaConf.to_container(cfg, resolve=True)
         self.cfg = cfg

@@ -24,14 +24,7 @@ import torch
 
 from mergekit_lab.errors import InputError, join_names, suggest
 from mergekit_lab.ranges import Count, check_value, require
-from mergekit_lab.tasks.decoding import (
-    FORM,
-    Pictures,
-    index_rows,
-    map_file,
-    shrink_sizes,
-    write_images,
-)
+from mergekit_lab.tasks.decoding import FORM, Pictures, index_rows, map_file, shrink_sizes, write_images
 from mergekit_lab.tasks.hub import download_data, find_cached_data
 from mergekit_lab.tasks.labels import Labeling
 from mergekit_lab.tasks.layouts import open_rows

@@ -14,20 +14,9 @@ if TYPE_CHECKING:
     from mergekit_lab.training.fit import finetune
     from mergekit_lab.training.module import FinetuneModule
 
-_LATER = {
-    "TrainingCost": "clock",
-    "StepBatches": "data",
-    "finetune": "fit",
-    "FinetuneModule": "module",
-}
+_LATER = {"TrainingCost": "clock", "StepBatches": "data", "finetune": "fit", "FinetuneModule": "module"}
 
-__all__ = [
-    "FinetuneModule",
-    "StepBatches",
-    "TrainingCost",
-    "TrainingSettings",
-    "finetune",
-]
+__all__ = ["FinetuneModule", "StepBatches", "TrainingCost", "TrainingSettings", "finetune"]
 
 
 def __getattr__(name: str) -> Any:

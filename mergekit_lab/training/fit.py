@@ -117,11 +117,7 @@ def finetune(
 
 
 def _make_trainer(
-    settings: TrainingSettings,
-    folder: Path,
-    callbacks: list[Any],
-    plugins: list[Any],
-    options: dict[str, Any],
+    settings: TrainingSettings, folder: Path, callbacks: list[Any], plugins: list[Any], options: dict[str, Any]
 ) -> lightning.Trainer:
     """Lightning's trainer, whose budget is of steps, or of seconds where a clock is among the callbacks."""
     clocked = settings.seconds is not None

@@ -97,9 +97,7 @@ def is_per_model(merge_method: str, key: str) -> bool:
 
 
 _PER_MODEL = {"weight", "density", "gamma", "epsilon", "scale"}
-_FLAGS = {
-    *("normalize", "rescale", "filter_wise", "nuslerp_flatten", "nuslerp_row_wise", "normalize_weights"),
-}
+_FLAGS = {*("normalize", "rescale", "filter_wise", "nuslerp_flatten", "nuslerp_row_wise", "normalize_weights")}
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "density": (lambda value: 0 <= value <= 1, "in [0, 1]"),
     "gamma": (lambda value: 0 <= value < 1, "in [0, 1)"),
@@ -244,10 +242,7 @@ _OTHERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, list[Any]], bool], 
     ),
     "ram": lambda shared, by_model, based: RAM(epsilon=float(shared["epsilon"]), scope="tensor"),
     "ramplus_tl": lambda shared, by_model, based: RAM(
-        epsilon=float(shared["epsilon"]),
-        boost=float(shared["r"]),
-        bound=float(shared["alpha"]),
-        scope="tensor",
+        epsilon=float(shared["epsilon"]), boost=float(shared["r"]), bound=float(shared["alpha"]), scope="tensor"
     ),
     "nearswap": lambda shared, by_model, based: NearSwap(t=float(shared["t"])),
     "arcee_fusion": lambda shared, by_model, based: ArceeFusion(),

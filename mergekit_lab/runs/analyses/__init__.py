@@ -1,13 +1,7 @@
 """What the stage `analyze` can do, one frozen dataclass each; the group `analysis` names them."""
 
 from mergekit_lab.runs.analyses.ablations import FinetuningSteps, FisherFraction
-from mergekit_lab.runs.analyses.contract import (
-    Analysis,
-    Drawing,
-    OnSamples,
-    compute_each,
-    describe_experts,
-)
+from mergekit_lab.runs.analyses.contract import Analysis, Drawing, OnSamples, compute_each, describe_experts
 from mergekit_lab.runs.analyses.paths import AlphaSweep, HessianPath, JointTaskLinearity, LossBarrier
 from mergekit_lab.runs.analyses.planes import Disentanglement, ExpertCloud, Landscape
 from mergekit_lab.runs.analyses.sweeps import CurvatureGain, ExpertCount, RankSweep

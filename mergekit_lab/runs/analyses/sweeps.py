@@ -86,12 +86,7 @@ class Sweep(OnSamples):
         means = [sum(point) / len(point) for point in zip(*values.values(), strict=True)]
         criterion = means if len(left_out) == len(tasks) else shares
         top = max(range(len(grid)), key=criterion.__getitem__)
-        return {
-            "coefficient": grid[top],
-            "normalized": shares[top],
-            "value": means[top],
-            "left_out": left_out,
-        }
+        return {"coefficient": grid[top], "normalized": shares[top], "value": means[top], "left_out": left_out}
 
 
 def merge_keys(run: Run, labels: Iterable[str]) -> dict[str, str]:
