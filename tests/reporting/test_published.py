@@ -107,6 +107,7 @@ def test_rows_hold_only_under_their_settings() -> None:
         ("saft C3", "adamw", "ties", "mergers.ties.preset"),
         ("saft C3", "adamw", "ties", "mergers.ties.aggregator"),
         ("saft C3", "adamw", "task_arithmetic", "search.coefficients"),
+        ("saft C3", "adamw", "average", "backbone.head"),
         ("epimer 6", "adamw", "epimer", "mergers.epimer.normalize"),
         ("epimer 7", "adamw", "epimer", "mergers.epimer.aggregator"),
         ("mergopt 9", "adamw", "wudi", "mergers.wudi.coefficient"),
