@@ -1,14 +1,14 @@
 """MergOPT: step with the gradient taken where a merge with unknown experts might put the weights.
 
-MergOPT: A Merge-Aware Optimizer for Robust Model Merging, section 3.2.3 and algorithm 1 (no public code).
+MergOPT: A Merge-Aware Optimizer for Robust Model Merging, section 3.2.3 and algorithm 1, from its text alone.
 Each step draws three things: a coefficient α from a set, a number of experts K from 1…K_max, and a task vector
 z, entry by entry, from a Laplace distribution. It takes the gradient at θ + (Kα − 1) z. There a merge of K
 experts would end if all had moved by z.
 
 Where we differ: θ is restored from a copy. Draws are a function of (seed, step), so a resumed run needs only
-the step count. The offset is added in float32 for weights of any precision. `gaussian` and `worst_of` are ours.
-The paper derives its method as an approximation to the worst merge, and the worst of several draws comes closer
-to that.
+the step count. The offset is added in float32 for weights of any precision. `worst_of` is ours, and so
+is the standard deviation of `gaussian`: D.4.1 prints none. The paper derives its method as an approximation to
+the worst merge, and the worst of several draws comes closer to that.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

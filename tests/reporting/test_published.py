@@ -107,6 +107,7 @@ def test_rows_hold_only_under_their_settings() -> None:
         ("saft C3", "adamw", "ties", "mergers.ties.preset"),
         ("saft C3", "adamw", "ties", "mergers.ties.aggregator"),
         ("saft C3", "adamw", "task_arithmetic", "search.coefficients"),
+        ("saft C3", "adamw", "average", "backbone.head"),
         ("epimer 6", "adamw", "epimer", "mergers.epimer.normalize"),
         ("epimer 7", "adamw", "epimer", "mergers.epimer.aggregator"),
         ("mergopt 9", "adamw", "wudi", "mergers.wudi.coefficient"),
@@ -293,6 +294,7 @@ DOUBTFUL = [
     ("mergopt_trace", "7", "dare", "numglue_cm"),
     ("mergopt_trace", "1", "task_arithmetic", "average"),
     ("mergopt_trace", "1", "average", "fomc"),
+    ("mergopt_trace", "8", "ties", "fomc"),
     ("mergopt_trace", "11", "task_arithmetic", "average"),
     ("mergopt_trace", "22", "task_arithmetic", "average"),
     ("epimer", "6", "zero_shot", "cars"),
@@ -319,6 +321,8 @@ def test_a_doubtful_number_says_so_and_one_that_is_not_does_not(monkeypatch) -> 
     assert {(r.finetuning, r.optimizer) for r in normalized if "65.40" in find_doubt("saft_glue", r)} == {
         ("full", "asam")
     }
+    on_fomc = [r for r in read_published("mergopt_trace 14") if r.column == "fomc"]
+    assert {r.optimizer for r in on_fomc if find_doubt("mergopt_trace", r) and r.row == "dare"} == {"asam"}
     monkeypatch.setattr(paper_tables, "read_doubts", lambda source: [])
     assert list_undoubted() == DOUBTFUL
 

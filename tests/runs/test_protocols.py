@@ -164,6 +164,7 @@ def test_every_line_names_experiments_and_its_source() -> None:
 
 
 MARKED = ("backbone.prompt", "backbone.max_length", "optimizer.momentum", "optimizer.nesterov")
+MARKED_OF_ASAM = ("optimizer.scaling", "optimizer.eta")
 """Keys beside the training's that say at their place where they are ours."""
 
 
@@ -177,13 +178,13 @@ def list_unmarked(name: str, files: Callable[[str], str]) -> set[str]:
     def read_option(group: str, option: str) -> Iterator[str]:
         yield (text := files(f"{group}/{option}.yaml"))
         for base in yaml.safe_load(text).get("defaults", []):
-            if base != "_self_":
+            if base != "_self_" and isinstance(base, str):
                 yield from read_option(group, base)
 
     keys = set()
     for line in lines.values():
         group, _, key = line.key.partition(".")
-        if not line.is_ours or (group != "training" and line.key not in MARKED):
+        if not line.is_ours or (group != "training" and line.key not in MARKED + MARKED_OF_ASAM):
             continue
         asked = dict(pair.split("=") for pair in line.when.split())
         texts = [
@@ -204,7 +205,7 @@ def read_file(name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "some"),
     [
-        ("saft_table1", {"training.weight_decay"}),
+        ("saft_table1", {"training.weight_decay", *MARKED_OF_ASAM}),
         ("saft_tableC7", {"training.steps"}),
         ("flan_t5_glue_saft", {"training.weight_decay", "backbone.max_length"}),
         ("llama32_1b_trace_mergopt", {"training.schedule", *MARKED}),
@@ -255,6 +256,16 @@ ASK_GRID = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0]
         pytest.param("saft_figure2", "analysis.others", 0.0, id="13-others"),
         pytest.param("llama32_1b_trace_mergopt", "suite.tasks.meetingbank.metric", "rouge_l", id="14"),
         pytest.param("mergopt_figure3", "suite.tasks", {"numglue_ds": {}}, id="figure-3"),
+        pytest.param("saft_table1", "backbone.head", "linear_probe", id="frozen-head"),
+        pytest.param("saft_table2", "mergers.ties.election", "frequency", id="majority"),
+        pytest.param("flan_t5_glue_saft", "suite.tasks.rte.choices", ["yes", "no"], id="label-words"),
+        pytest.param("epimer_table6", "mergers.epimer.coordinates", "full", id="coordinates"),
+        pytest.param("epimer_table9", "header its best is no result", "", id="swept-on-test"),
+        pytest.param("llama32_1b_trace_mergopt", "training.epochs_of.minuten20", 5, id="epochs"),
+        pytest.param("llama32_3b_trace_mergopt", "suite.tasks.scienceqa.metric", "accuracy", id="scienceqa"),
+        pytest.param(
+            "llama32_1b_trace_mergopt", "optimizer.base._target_", "torch.optim.SGD", id="base-optimizer"
+        ),
     ],
 )
 def test_the_table_finds_an_experiment_that_left_its_paper(name: str, key: str, value: Any) -> None:

@@ -44,6 +44,14 @@ def test_a_rows_page_tells_what_is_printed_from_what_is_ours(tmp_path) -> None:
     assert not {part.split("=")[0] for part in ties.equal.split("; ")} & set(ties.unprinted.split("; "))
 
 
+def test_what_is_printed_for_language_models_is_ours_for_images(tmp_path) -> None:
+    on_images = read_protocol_of("mergopt 9", "mergopt_table9", tmp_path, "optimizer=mergopt")
+    on_texts = read_protocol_of("mergopt_trace 1", "llama32_1b_trace_mergopt", tmp_path)
+    settings = {f"optimizer.{name}" for name in ("coefficients", "max_experts", "loc", "scale", "distribution")}
+    assert settings <= set(on_images.ours)
+    assert settings <= on_texts.printed
+
+
 def test_a_source_without_protocols_prints_all_of_its_settings() -> None:
     axes = {"backbone": "clip_vit_b32", "finetuning": "full", "optimizer": "adamw"}
     name = "fusion_bench 8 tasks"
