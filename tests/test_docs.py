@@ -72,7 +72,8 @@ def test_the_commands_beside_mergekits_methods_take_their_inner_method() -> None
 
 
 def test_the_study_of_when_training_helps_says_what_its_results_say(monkeypatch) -> None:
-    """Its tables are those of analyze.py; rows with a deviation stand in the README as they are there."""
+    """Its tables are those of analyze.py; rows with a deviation stand in the README as they are there, and what
+    fresh seeds say is counted there."""
     folder = ROOT / "experiments/when_it_helps"
     monkeypatch.syspath_prepend(folder)
     for name in ("analyze", "cells", "study"):
@@ -80,10 +81,19 @@ def test_the_study_of_when_training_helps_says_what_its_results_say(monkeypatch)
     from analyze import read, report
 
     lines = [line for path in sorted(folder.glob("results/*.jsonl")) for line in read(path)]
-    rows = report(lines).splitlines()
+    text = report(lines)
+    rows = text.splitlines()
+    pages = [(folder / name).read_text() for name in ("README.md", "results/tables.md")]
     readme, tables = (
-        [row for row in (folder / name).read_text().splitlines() if row.startswith("|") and "±" in row]
-        for name in ("README.md", "results/tables.md")
+        [row for row in page.splitlines() if row.startswith("|") and "±" in row] for page in pages
     )
     assert len(readme) > 20
     assert set(readme) | set(tables) <= set(rows)
+    fresh = text[text.index("## Fresh seeds") : text.index("## Seconds")]
+    assert fresh in pages[1]
+    counts = re.findall(
+        r"^(\w+), main arms: of (\d+) stars (\d+) .* (\d+) are beyond chance again", fresh, re.M
+    )
+    assert len(counts) == 2
+    for count in counts:
+        assert "| {}, main | {} | {} | {} |".format(*count) in pages[0]

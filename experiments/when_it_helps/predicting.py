@@ -98,7 +98,7 @@ def tabulate_predictions_along(results: Results) -> str:
     columns = (*ON_AXES, "experts")
     text = (
         "## glyphs: what predicts the sign?\n\nSpearman's ρ with the gains of SAM and ASAM at AdamW's steps, "
-        f"over {len(settings)} settings, of two seeds or three: the main one, and along "
+        f"over {len(settings)} settings: the main one, and along "
         f"{', '.join(dict.fromkeys(s[0] for s in settings if s[0] != 'main'))}. First of a measure as it "
         "differs from AdamW's, then of AdamW's own. In brackets p, from permuted settings, SAM's and ASAM's "
         "together; a star: p < .05 by Holm's correction for all of these.\n\n"

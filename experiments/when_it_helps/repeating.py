@@ -62,15 +62,15 @@ def _write_pairs(
     for cells, column in product(groups.values(), columns):
         own = analyze_variance(fresh, cells, column)[0] if len(cells) > 1 else {}
         chances |= {(cell, column): p for cell, p in own.items() if (cell, column) in claims}
-    again = {gain for gain, p in correct_holm(chances).items() if p < 0.05}
     cells = [cell for group in groups.values() for cell in group if not cell[3].startswith("adamw")]
     means = {
         (results is fresh, cell, column): statistics.mean(results.list_gains(*cell, column) or [math.nan])
         for results, cell, column in product((first, fresh), cells, columns)
     }
     claimed = {gain for gain in product(cells, columns) if gain in claims}
-    same = sum(means[False, *gain] * means[True, *gain] > 0 for gain in claimed)
-    title += f": of {len(claimed)} stars {same} keep their sign"
+    same = {gain for gain in claimed if means[False, *gain] * means[True, *gain] > 0}
+    again = {gain for gain, p in correct_holm(chances).items() if p < 0.05 and gain in same}
+    title += f": of {len(claimed)} stars {len(same)} keep their sign"
     title += f", and {len(again)} are beyond chance again" if chances else ""
 
     def show(cell: Cells, column: str) -> str:

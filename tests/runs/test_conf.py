@@ -50,7 +50,8 @@ def test_every_experiment_says_its_question_its_command_and_its_cost() -> None:
     lines = ("# Question:", "# Cost:")
     assert [name for name, head in heads.items() if not all(line in head for line in lines)] == []
     commands = {
-        name: re.search(rf"python -m mergekit_lab (-m )?\+experiment={name}", heads[name]) for name in heads
+        name: re.search(rf"python -m mergekit_lab (-m )?\+experiment={name}(?!\w)", heads[name])
+        for name in heads
     }
     assert [name for name, command in commands.items() if not command] == []
 
