@@ -11,6 +11,7 @@ from typing import NamedTuple
 from mergekit_lab.checkpoints.checkpoint import Checkpoint
 from mergekit_lab.checkpoints.in_memory import Architecture, find_architecture
 from mergekit_lab.checkpoints.layers import stands_before_layers
+from mergekit_lab.checkpoints.libraries import TRANSFORMERS, find_library
 from mergekit_lab.checkpoints.tied_weights import read_config
 
 _NOT_CONVERTED = {"qwen2_moe"}
@@ -31,7 +32,7 @@ class Adaptable(NamedTuple):
 
 def find_adaptable(base: Checkpoint) -> Adaptable:
     """As the base's class in transformers says, else matrices that are called a weight and are no embedding."""
-    architecture = find_architecture(base)
+    architecture = find_architecture(base) if find_library(base) is TRANSFORMERS else None
     if architecture is not None:
         return _ask_architecture(base, architecture)
     # nn.MultiheadAttention reads the weight of its projection and never calls it

@@ -27,28 +27,36 @@ _READ = 1 << 20
 def describe_kinship(
     base: Checkpoint, experts: Mapping[str, Checkpoint], is_merged: Callable[[str], bool]
 ) -> list[str]:
-    """Warnings of experts that are far from the base, where matrices of layers are merged."""
+    """Warnings of experts that are far from the base, or empty, where matrices of layers are merged."""
     cosines: dict[str, dict[str, float]] = {expert: {} for expert in experts}
+    empty: dict[str, list[str]] = {expert: [] for expert in experts}
     for name in filter(is_merged, _list_middle_layer(base)):
         own = _read(base, name)
         for expert, checkpoint in experts.items():
             alike = name in checkpoint and checkpoint.specs[name].shape == base.specs[name].shape
             if alike and bool(own.any()):
-                cosines[expert][name] = float(cosine_similarity(own, _read(checkpoint, name), dim=0))
-    notes = []
+                theirs = _read(checkpoint, name)
+                empty[expert] += [] if bool(theirs.any()) else [name]
+                cosines[expert][name] = float(cosine_similarity(own, theirs, dim=0))
+    notes = [
+        f"warning: {expert} has only zeros in {join_names(names, 3)}: was it saved whole?"
+        for expert, names in empty.items()
+        if names
+    ]
     for expert, by_name in cosines.items():
-        far = [name for name, cosine in by_name.items() if cosine < _NEAR]
+        far = [name for name, cosine in by_name.items() if cosine < _NEAR and name not in empty[expert]]
         if far:
+            lowest = min(by_name[name] for name in far)
             notes.append(
                 f"warning: {expert} is unlike the base in {len(far)} of {len(by_name)} matrices that were "
-                f"compared ({join_names(far, 3)}; cosines from {min(by_name.values()):.2f}, near 1 after "
+                f"compared ({join_names(far, 3)}; cosines from {lowest:.2f}, near 1 after "
                 "fine-tuning): does it come from another model, or are rows in another order?"
             )
     return notes
 
 
 def _read(checkpoint: Checkpoint, name: str) -> Tensor:
-    return checkpoint[name].flatten()[:_READ].float()
+    return checkpoint[name].flatten()[:_READ].float().cpu()
 
 
 def _list_middle_layer(base: Checkpoint) -> list[str]:

@@ -7,7 +7,7 @@ tensor shows it. Keys that both sides have are compared: releases differ in what
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ _DECIDING = {
     *("sampling_rate", "n_fft", "hop_length", "win_length", "num_mel_bins", "feature_size", "chunk_length"),
     *("mean", "std", "interpolation", "resize_mode"),  # of open_clip
 }
-_PROCESSORS = ("image_processor", "feature_extractor", "video_processor")
 _POOLING = re.compile(r"pooling_mode_(.+?)(_tokens?)?")
 
 
@@ -49,14 +48,21 @@ def describe_processing(base: Path | None, experts: Mapping[str, Path | None]) -
 def _read_settings(folder: Path | None) -> dict[str, Any]:
     if folder is None:
         return {}
-    settings = read_object(folder / "preprocessor_config.json")
     whole = read_object(folder / "processor_config.json")
-    for part in (*(whole.get(key) for key in _PROCESSORS), read_object(folder / "open_clip_config.json")):
-        part = part.get("preprocess_cfg", part) if isinstance(part, dict) else {}
-        settings |= part
-    known = {key: value for key, value in settings.items() if key in _DECIDING and value is not None}
-    known |= {key: _list_numbers(known[key]) for key in ("size", "crop_size") if key in known}
+    own = [
+        *(read_object(folder / "preprocessor_config.json"), whole.get("image_processor")),
+        *(whole.get("feature_extractor"), read_object(folder / "open_clip_config.json").get("preprocess_cfg")),
+    ]
+    video = [read_object(folder / "video_preprocessor_config.json"), whole.get("video_processor")]
+    known = _select(own) | {f"video {key}": value for key, value in _select(video).items()}
     return known | _read_modules(folder)
+
+
+def _select(parts: Iterable[Any]) -> dict[str, Any]:
+    """What decides, of several files' settings."""
+    settings = {key: value for part in parts if isinstance(part, dict) for key, value in part.items()}
+    known = {key: value for key, value in settings.items() if key in _DECIDING and value is not None}
+    return known | {key: _list_numbers(known[key]) for key in ("size", "crop_size") if key in known}
 
 
 def _list_numbers(size: Any) -> list[Any]:

@@ -111,8 +111,10 @@ def prepare(
     notes += reconciled.notes
     notes += describe_tokenizer(origin.folder, folders, tokenizer_folder, tokenizer_source)
     notes += describe_processing(origin.folder, folders)
-    notes += describe_kinship(origin, opened, is_merged) if read else []
-    notes += _describe_twins({"the base": base, **named}) if isinstance(method, Method) else []
+    if read and not isinstance(base, Arranged):
+        whole = {name: expert for name, expert in opened.items() if not isinstance(named[name], Arranged)}
+        notes += describe_kinship(origin, whole, is_merged)
+    notes += _describe_twins(named) if isinstance(method, Method) else []
     return Prepared(
         base=reconciled.base,
         experts=dict(zip(named, reconciled.experts, strict=True)),
@@ -211,7 +213,7 @@ def _describe_folder(base: Checkpoint) -> list[str]:
 
 
 def _describe_twins(sources: Mapping[str, Any]) -> list[str]:
-    """Warn of inputs that were given twice; a recipe may do so on purpose."""
+    """Warn of experts that were given twice; a recipe may do so on purpose."""
     names: dict[str, list[str]] = {}
     for name, source in sources.items():
         if isinstance(source, str | Path):

@@ -1,12 +1,13 @@
 """Experts that have the base's names and shapes, and are another model's."""
 
-import pytest
 import torch
 from checkpoints.models import make_llama, save, tune
 
 from mergekit_lab import open_checkpoint
 from mergekit_lab.checkpoints.kinship import describe_kinship
+from mergekit_lab.checkpoints.layers import LayerRange
 from mergekit_lab.commands.prepare import prepare
+from mergekit_lab.commands.prepared import Arranged
 from mergekit_lab.merging import TIES, WeightAverage
 
 
@@ -23,12 +24,13 @@ def test_another_model_is_far_from_the_base_and_one_that_was_tuned_is_near() -> 
     assert not describe(base, other, lambda name: "embed" in name)
 
 
-@pytest.mark.parametrize("spoil", [lambda w: w.flip(0), torch.zeros_like], ids=["other rows", "a hole"])
-def test_a_matrix_with_its_rows_in_another_order_or_empty_is_named(spoil) -> None:
+def test_a_matrix_with_its_rows_in_another_order_or_empty_is_named() -> None:
     base = make_llama(layers=4).state_dict()
     name = "model.layers.2.self_attn.q_proj.weight"
-    (note,) = describe(base, {**base, name: spoil(base[name])})
+    (note,) = describe(base, {**base, name: base[name].flip(0)})
     assert f"1 of 5 matrices that were compared ({name};" in note
+    (note,) = describe(base, {**base, name: torch.zeros_like(base[name])})
+    assert f"x has only zeros in {name}" in note
     assert not describe({**base, name: torch.zeros_like(base[name])}, base)
 
 
@@ -38,5 +40,12 @@ def test_an_input_that_is_given_twice_is_named(tmp_path) -> None:
     assert [note for note in notes if "same input" in note] == [
         "warning: x, y are the same input, a: is that meant?"
     ]
-    notes = prepare(base, {"x": a, "y": base}, WeightAverage(), device="cpu").notes
-    assert any("the base, y are the same input" in note for note in notes)
+    notes = prepare(base, {"x": a, "y": base}, WeightAverage(), device="cpu").notes  # as in a soup
+    assert not any("same input" in note for note in notes)
+
+
+def test_layers_that_a_recipe_arranges_are_not_compared(tmp_path) -> None:
+    models = {name: save(make_llama(layers=4, seed=i), tmp_path / name) for i, name in enumerate("ab")}
+    arranged = Arranged((LayerRange(models["a"], 0, 2), LayerRange(models["b"], 2, 4)))
+    assert any("unlike the base" in n for n in prepare(models["a"], {"b": models["b"]}, TIES()).notes)
+    assert not any("unlike the base" in n for n in prepare(models["a"], {"x": arranged}, TIES()).notes)

@@ -43,6 +43,12 @@ def write(folder: Path, files: dict) -> Path:
             {"preprocess_cfg": {"mean": [0.4]}},
             "mean is",
         ),
+        (
+            "processor_config.json",
+            {"image_processor": {"size": 224}, "video_processor": {"size": 64}},
+            {"image_processor": {"size": 224}, "video_processor": {"size": 32}},
+            "video size is [32] ([64] in the base)",
+        ),
         ("preprocessor_config.json", {"crop_size": 224, "do_pad": None}, {"crop_size": {"height": 224}}, None),
         ("preprocessor_config.json", {"image_processor_type": "A"}, {"image_mean": [0.5]}, None),
     ],
@@ -51,6 +57,16 @@ def test_other_images_and_sounds_are_named(file, own, theirs, message, tmp_path)
     base, expert = write(tmp_path / "base", {file: own}), write(tmp_path / "x", {file: theirs})
     notes = describe_processing(base, {"x": expert, "same": base, "in memory": None})
     assert [message in note for note in notes] == ([True] if message else [])
+
+
+def test_processors_in_one_file_or_in_two_are_the_same(tmp_path) -> None:
+    parts = {"image_processor": {"size": 224}, "video_processor": {"size": 64}}
+    base = write(
+        tmp_path / "base",
+        {f"{video}preprocessor_config.json": {"size": size} for video, size in (("", 224), ("video_", 64))},
+    )
+    expert = write(tmp_path / "x", {"processor_config.json": parts})
+    assert describe_processing(base, {"x": expert}) == []
 
 
 def test_another_pooling_is_named_and_one_that_the_base_lacks(tmp_path) -> None:

@@ -6,17 +6,20 @@ import json
 import pytest
 import torch
 from checkpoints.models import (
+    clip,
     make_gpt2,
     make_llama,
     make_mixtral,
     make_t5,
     make_text_classifier,
     make_vit,
+    open_clip_model,
     save,
     tune,
 )
 from composing import compose_config
 from hub_server import holds
+from safetensors.torch import load_file, save_file
 
 import mergekit_lab
 from mergekit_lab import InputError, open_checkpoint
@@ -125,6 +128,16 @@ def test_extract_makes_an_adapter_of_a_task_vector(world, kept, tmp_path) -> Non
     assert "weights of linear layers" in (out / "README.md").read_text()
     again = open_checkpoint(out, base=open_checkpoint(base))
     assert all(torch.allclose(again[name], adapter[name], atol=1e-6) for name in again)
+
+
+def test_weights_of_open_clip_beside_a_configuration_of_transformers_make_an_adapter(tmp_path) -> None:
+    state = open_clip_model().state_dict()
+    for name, shift in (("base", 0.0), ("expert", 0.1)):
+        clip().config.save_pretrained(tmp_path / name)
+        moved = {n: t + shift * torch.randn_like(t) if "mlp" in n else t for n, t in state.items()}
+        save_file(moved, tmp_path / name / "open_clip_model.safetensors")
+    out = mergekit_lab.extract(tmp_path / "base", tmp_path / "expert", tmp_path / "lora", rank=1, device="cpu")
+    assert all(".mlp." in name for name in load_file(out / "adapter_model.safetensors"))
 
 
 @pytest.mark.filterwarnings("ignore")
