@@ -53,6 +53,8 @@ _FULL_WORDS = ("No space left", "os error 28", "os error 27", "PytorchStreamWrit
 _LARGE = 1 << 24
 _BEGINNING = "begun.json"
 """In the folder of what is being made: when this try began, as its time, and the seconds of earlier ones."""
+_LONGEST = 3 * 86400
+"""Seconds that count of one try. More, and the clock was set meanwhile."""
 _VERSIONED = ("torch", "open_clip_torch", "lightning", "transformers")
 log = logging.getLogger(__name__)
 
@@ -323,7 +325,8 @@ def _note_beginning(file: Path, resume: Path) -> float:
     spent = 0.0
     with suppress(*DAMAGE):  # the first try, or not as it was written
         spent = float(json.loads(read_file(file, 1 << 10)))
-        spent += max(0.0, max(left, default=0.0) - file.stat().st_mtime)
+        taken = max(left, default=0.0) - file.stat().st_mtime
+        spent += taken if 0 <= taken <= _LONGEST else 0.0
     spent = spent if left and 0 <= spent < math.inf else 0.0
     discard(file)
     file.write_text(json.dumps(spent))
