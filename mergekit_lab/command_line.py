@@ -24,7 +24,8 @@ _ADDED = ("experiment", "protocol", "shipped", "task", "task/clip")
 """Groups that a run uses only if the command line adds one (`+group=OPTION`)."""
 _SHIPPED_SUITE = "suite=glyphs8"
 _CONFIG_DIR = ("--config-dir", "-cd", "--config-path", "-cp")
-_WITH_VALUE = {*_CONFIG_DIR, "--config-name", "-cn", "--package", "-p", "--cfg", "-c", "--experimental-rerun"}
+_CONFIG_NAME = ("--config-name", "-cn")
+_WITH_VALUE = {*_CONFIG_DIR, *_CONFIG_NAME, "--package", "-p", "--cfg", "-c", "--experimental-rerun"}
 """Options of Hydra whose value may follow as the next word."""
 _SEARCH_PATH = "hydra.searchpath="
 _TIMES = re.compile(r"\s*[×*]\s*|\s+x\s+")
@@ -63,7 +64,11 @@ _STOPPED = "stopped; the same command goes on from here"
 
 def answer(arguments: Sequence[str], command: str = "mergekit-lab") -> str | None:
     """The answer to a command line that needs no configuration: no arguments, help, the version, or a group's
-    options."""
+    options.
+
+    Raises:
+        SystemExit: with the options, of a group that is left empty amid a command, as by an unset variable.
+    """
     if not arguments:
         return WELCOME.format(command=command)
     if "--version" in arguments:
@@ -71,7 +76,11 @@ def answer(arguments: Sequence[str], command: str = "mergekit-lab") -> str | Non
     for each in arguments:
         group = each.lstrip("+").partition("@")[0].removesuffix("=")
         if each.endswith("=") and group in _list_groups():
-            return f"{list_options(group, _list_config_dirs(arguments))}\nchoose one of these: {group}=NAME"
+            text = f"{list_options(group, _list_config_dirs(arguments))}\nchoose one of these: {group}=NAME"
+            settings, options = _split_options(arguments)
+            if len(settings) == 1 and _list_names(options) <= {*_CONFIG_DIR, "--help", "-h"}:
+                return text
+            raise SystemExit(text)
     named = any(each.startswith("--config-name") for each in translate(list(arguments)))
     if named or not {"--help", "-h"} & set(arguments):
         return None
@@ -101,10 +110,12 @@ def translate(arguments: list[str]) -> list[str]:
     - A paper's figure with `suite=glyphs8` gets the option that its `shipped` names, `+shipped=…`.
     - In `table=`, `×` and ` x ` become `*`, because Hydra's grammar has no `×`.
     - Options move behind the settings, because Hydra accepts no option between two settings.
-    - `experiment=` gets the plus that Hydra wants before it.
+    - `experiment=` gets the plus that Hydra wants before it. A user's own main configuration (`--config-name`)
+      may hold the group already.
     """
     settings, options = _split_options(arguments)
-    settings = [f"+{each}" if each.startswith(_EXPERIMENT[1:]) else each for each in settings]
+    if not _list_names(options) & {*_CONFIG_NAME}:
+        settings = [f"+{each}" if each.startswith(_EXPERIMENT[1:]) else each for each in settings]
     settings = [_TIMES.sub("*", each) if each.startswith("table=") else each for each in settings]
     read = [*settings, *_add_shipped([*settings, *options]), *options]
     for position, each in enumerate(read):
@@ -126,6 +137,10 @@ def _split_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         (options if each.startswith("-") or is_value else settings).append(each)
         before = "" if is_value else each
     return settings, options
+
+
+def _list_names(options: Sequence[str]) -> set[str]:
+    return {each.partition("=")[0] for each in options if each.startswith("-")}
 
 
 def _find_command(experiment: str, arguments: list[str]) -> str | None:

@@ -37,12 +37,13 @@ def run(experiment: str | None = None, overrides: Sequence[str] = ()) -> DataFra
     from hydra.core.singleton import Singleton
     from omegaconf import open_dict
 
+    from mergekit_lab.command_line import translate
     from mergekit_lab.commands import COMMANDS
     from mergekit_lab.programs import start
 
-    if experiment in COMMANDS:
-        raise InputError(f"{experiment} is a command on checkpoints: mergekit_lab.merge and expand do these")
-    arguments = [*([] if experiment is None else [f"+experiment={experiment}"]), *overrides]
+    arguments = translate([*([] if experiment is None else [f"+experiment={experiment}"]), *overrides])
+    for command in {each.removeprefix("--config-name=") for each in arguments} & set(COMMANDS):
+        raise InputError(f"{command} is a command on checkpoints: mergekit_lab.merge and expand do these")
     before = Singleton.get_state()  # a user's own Hydra program stays as it is
     try:
         cfg = _compose(arguments)

@@ -56,14 +56,22 @@ def test_a_papers_figure_on_glyphs_gets_what_it_names(arguments: list[str], adde
 
 @pytest.mark.parametrize("argument", ["merger=", "+merger@mergers.mine=", "+experiment="])
 def test_a_group_left_empty_lists_its_options(argument: str) -> None:
-    text = answer(["seed=1", argument])
-    assert text is not None
-    assert ("merge_checkpoints" if "experiment" in argument else "task_arithmetic") in text
+    option = "merge_checkpoints" if "experiment" in argument else "task_arithmetic"
+    assert option in str(answer([argument]))
+    assert option in str(answer([argument, "--config-dir", "D"]))
+    for command in (["seed=1", argument], ["--config-name=mine", argument]):
+        with pytest.raises(SystemExit, match=option):
+            answer(command)
 
 
 @pytest.mark.parametrize("name", ["quickstart", "merge_checkpoints"])
 def test_the_plus_before_experiment_may_be_left_out(name: str) -> None:
     assert translate([f"experiment={name}", "seed=1"]) == translate([f"+experiment={name}", "seed=1"])
+
+
+@pytest.mark.parametrize("options", [["--config-name=mine"], ["--config-dir", "D", "-cn", "mine"]])
+def test_a_main_configuration_of_ones_own_may_hold_the_experiment(options: list[str]) -> None:
+    assert translate(["experiment=quickstart", *options]) == ["experiment=quickstart", *options]
 
 
 def test_settings_may_follow_options() -> None:

@@ -53,7 +53,7 @@ def execute(cfg: DictConfig, folder: Path, choices: Mapping[str, str], overrides
 
         run_store(cfg, folder, choices, overrides)
         return None
-    if any(each.startswith("store.action=") for each in overrides):
+    if any(each.lstrip("+").startswith("store.action=") for each in overrides):
         raise InputError("store.action says what to do with the store, not in a run: add stage=store")
     from mergekit_lab.runs.compare import check_slice, list_runs, report_runs
 

@@ -18,6 +18,9 @@ from hydra.utils import get_object
 
 _KNOWN = {*sys.stdlib_module_names, "mergekit_lab", "torch"}
 """Packages whose code enters no key: the standard library, torch and this package."""
+_HASHES: dict[str, tuple[Any, str]] = {}
+"""By module: the spec that it was loaded with, and its file's hash. A spec that is kept gives its `id` to no
+later one."""
 
 
 def describe_code(*nodes: Any) -> dict[str, Any]:
@@ -55,13 +58,16 @@ def _read_versions(target: Any) -> dict[str, Any]:
         if "code_version" in vars(each):
             versions[name] = vars(each)["code_version"]
         elif each.__module__.partition(".")[0] not in _KNOWN:
-            versions[name] = _hash_module(each.__module__, id(sys.modules[each.__module__].__spec__))
+            versions[name] = _hash_module(each.__module__)
     return versions
 
 
-@cache
-def _hash_module(name: str, loaded: int) -> str:
+def _hash_module(name: str) -> str:
     """Hash a module's file, once for each time that it was loaded: a file that is edited later is not what this
     process runs."""
-    file = getattr(sys.modules[name], "__file__", None)
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file else ""
+    module = sys.modules[name]
+    if name not in _HASHES or _HASHES[name][0] is not module.__spec__:
+        file = getattr(module, "__file__", None)
+        digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file else ""
+        _HASHES[name] = module.__spec__, digest
+    return _HASHES[name][1]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lab.checkpoints import open_checkpoint
+from mergekit_lab.errors import InputError
 from mergekit_lab.evaluation import Candidate, choose_best, score, search_cma_es, search_grid, search_halving
 from mergekit_lab.evaluation.search import Score
 from mergekit_lab.merging import merge_state_dicts
@@ -97,7 +98,8 @@ def read_coefficient(run: Run, merger: Merger) -> float | None:
 def _search(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]:
     """Score all candidates. In a grid, each variant is merged once, at coefficient 1, and then only scaled."""
     experts = {task: float(run.obtain(node).info["value"]) for task, node in _list_evaluations(run).items()}
-    curve: list[Candidate] = _evolve(run, merger, experts, workspace) if run.search.method == "cma_es" else []
+    evolves = run.search.method == "cma_es"
+    curve, recalled = _evolve(run, merger, experts, workspace) if evolves else ([], 0.0)
     for fields in () if curve else run.search.list_variants(merger.content):
         method = merger.with_fields(fields).with_coefficient(1.0)
         score_at = _make_scorer(run, merge_experts(run, method, stays=True))
@@ -119,6 +121,7 @@ def _search(run: Run, merger: Merger, workspace: Workspace) -> Mapping[str, Any]
         "fields": dict(best.fields),
         "normalized": best.normalized,
         "curve": points,
+        "wall_seconds": recalled,
     }
 
 
@@ -136,10 +139,15 @@ def _say(merger: Merger, search: Artifact) -> str:
     )
 
 
-def _evolve(run: Run, merger: Merger, experts: Mapping[str, float], workspace: Workspace) -> list[Candidate]:
+def _evolve(
+    run: Run, merger: Merger, experts: Mapping[str, float], workspace: Workspace
+) -> tuple[list[Candidate], float]:
     """Score candidates of one weight for each expert and pattern of layers, as CMA-ES proposes them.
 
     Base and experts are moved to the device once, for all candidates.
+
+    Returns:
+        The candidates, and the seconds that stored searches took for those of them that they hold.
     """
     how = run.search
     base = move_state(run.base_state, run.device)
@@ -158,12 +166,12 @@ def _evolve(run: Run, merger: Merger, experts: Mapping[str, float], workspace: W
         weights = by_pattern if how.layers else {t: row["*"] for t, row in by_pattern.items()}
         return make_weight_fields(merger.content, weights)
 
-    known = _recall_values(run, merger)
+    known = _recall(run, merger)
 
     def score_at(point: Sequence[float]) -> Score:
         fields = weigh(point)
-        if values := known.get(make_key(fields)):
-            return lambda task, share: values[task]
+        if (key := make_key(fields)) in known:
+            return lambda task, share: known[key][0][task]
         method = merger.with_fields(fields).with_coefficient(1.0)
         run.model.load_state_dict(merge_state_dicts(base, models, method, device=run.device))
         return _score_model(run)
@@ -173,19 +181,25 @@ def _evolve(run: Run, merger: Merger, experts: Mapping[str, float], workspace: W
         len(experts) * len(patterns), experts, score_at, turns=turns, low=how.low, high=how.high,
         population=how.population, seed=how.seed, log=workspace.resume / "trials.jsonl",
     )  # fmt: skip
-    return [replace(candidate, fields=weigh(candidate.fields["point"])) for candidate in curve]
+    curve = [replace(candidate, fields=weigh(candidate.fields["point"])) for candidate in curve]
+    return curve, sum(known[key][1] for each in curve if (key := make_key(each.fields)) in known)
 
 
-def _recall_values(run: Run, merger: Merger) -> dict[str, Mapping[str, float]]:
-    """Scores of candidates, by the key of their fields, from stored searches with another number of trials.
+def _recall(run: Run, merger: Merger) -> dict[str, tuple[Mapping[str, float], float]]:
+    """Scores and seconds of candidates, by the key of their fields, from stored searches with another number of
+    trials. A search's seconds are shared equally by its candidates.
 
     Their candidates are the same, because the number of trials does not change what CMA-ES proposes.
     """
     own, trials = declare_search(run, merger.label).key, run.search.trials
+    try:
+        stored = list(run.store.list_artifacts("searches"))
+    except InputError:  # another user's, which may not be read
+        return {}
     return {
-        make_key(point["fields"]): point["values"]
-        for search in run.store.list_artifacts()
-        if search.kind == "searches" and make_key({**search.content, "trials": trials}) == own
+        make_key(point["fields"]): (point["values"], search.info["wall_seconds"] / len(search.info["curve"]))
+        for search in stored
+        if make_key({**search.content, "trials": trials}) == own
         for point in search.info["curve"]
     }
 

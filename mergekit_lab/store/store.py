@@ -53,6 +53,8 @@ _FULL_WORDS = ("No space left", "os error 28", "os error 27", "PytorchStreamWrit
 _LARGE = 1 << 24
 _BEGINNING = "begun.json"
 """In the folder of what is being made: when this try began, as its time, and the seconds of earlier ones."""
+_LONGEST = 3 * 86400
+"""Seconds that count of one try. More, and the clock was set meanwhile."""
 _VERSIONED = ("torch", "open_clip_torch", "lightning", "transformers")
 log = logging.getLogger(__name__)
 
@@ -107,14 +109,14 @@ class Store:
                 "(or run stage=store store.action=verify store.confirm=true) to make it again"
             ) from None
 
-    def list_artifacts(self) -> Iterator[Artifact]:
-        """All published artifacts by kind and age, except those with a damaged manifest.
+    def list_artifacts(self, kind: str | None = None) -> Iterator[Artifact]:
+        """All published artifacts, or those of one kind, by kind and age, except those with a damaged manifest.
 
         Raises:
             InputError: a folder of the store, or of an artifact, cannot be read.
         """
         aged = []
-        for folder in self.list_folders():
+        for folder in self.list_folders(kind):
             try:
                 aged.append(((folder / MANIFEST).stat().st_mtime, read_artifact(folder)))
             except PermissionError as error:
@@ -123,13 +125,13 @@ class Store:
                 continue
         yield from (artifact for _, artifact in sorted(aged, key=lambda pair: (pair[1].kind, pair[0])))
 
-    def list_folders(self) -> Iterator[Path]:
+    def list_folders(self, only: str | None = None) -> Iterator[Path]:
         """What stands where artifacts are published, sound or not; what is being made is not among it.
 
         Raises:
             InputError: a folder cannot be read, so that nothing can be said of what is in it.
         """
-        for kind in list_folder(self.root):
+        for kind in list_folder(self.root) if only is None else [self.root / only]:
             if kind.name.isidentifier() and kind.name not in NO_KINDS:
                 yield from (folder for folder in list_folder(kind) if not folder.name.startswith("."))
 
@@ -141,7 +143,8 @@ class Store:
         Args:
             kind: a folder name, such as "experts".
             content: what decides the result.
-            make: writes files into `workspace.out` and returns `info`. If it raises, nothing is published and
+            make: writes files into `workspace.out` and returns `info`; its `wall_seconds`, if any, are those of
+                results that it took from other artifacts. If it raises, nothing is published and
                 `workspace.resume` stays.
         """
         key = make_key(content)
@@ -186,7 +189,8 @@ class Store:
             spent = _note_beginning(work / _BEGINNING, workspace.resume)
             begun = time.monotonic()
             info = dict(make(workspace))
-            info["wall_seconds"] = round(spent + time.monotonic() - begun, 3)
+            recalled = info.get("wall_seconds", 0.0)
+            info["wall_seconds"] = round(recalled + spent + time.monotonic() - begun, 3)
             self._publish(kind, key, workspace.out, content, info)
             if lock.held:  # else another process is at work there
                 discard(work)
@@ -323,7 +327,8 @@ def _note_beginning(file: Path, resume: Path) -> float:
     spent = 0.0
     with suppress(*DAMAGE):  # the first try, or not as it was written
         spent = float(json.loads(read_file(file, 1 << 10)))
-        spent += max(0.0, max(left, default=0.0) - file.stat().st_mtime)
+        taken = max(left, default=0.0) - file.stat().st_mtime
+        spent += taken if 0 <= taken <= _LONGEST else 0.0
     spent = spent if left and 0 <= spent < math.inf else 0.0
     discard(file)
     file.write_text(json.dumps(spent))

@@ -190,6 +190,10 @@ def test_a_run_from_python_refuses_a_mistake_and_leaves_hydra_as_it_was() -> Non
             mergekit_lab.run("quikstart")
         with pytest.raises(InputError, match="a command on"):
             mergekit_lab.run("merge_checkpoints")
+        with pytest.raises(InputError, match="command on checkpoints"):
+            mergekit_lab.run(overrides=["experiment=merge_checkpoints"])
+        with pytest.raises(InputError, match="did you mean 'quickstart'"):
+            mergekit_lab.run(overrides=["experiment=quikstart"])
         assert GlobalHydra.instance().is_initialized()
 
 

@@ -16,6 +16,7 @@ from mergekit_lab.reporting import read_records
 from mergekit_lab.runs import search
 from mergekit_lab.runs.mergers import build_mergers
 from mergekit_lab.schema.run import Search
+from mergekit_lab.store import Store
 
 LEARNING = ["merger=adamerging", "merger.learn.steps=6", "merger.learn.lr=0.05", "joint=false"]
 
@@ -136,9 +137,20 @@ def test_weights_are_searched_on_validation_and_the_model_is_made_of_the_best(
     monkeypatch.setattr(search, "_score_model", lambda run: scored.append(run) or (lambda task, share: 0.0))
     cfg.search.trials, cfg.stage = 7, "merge"
     start(cfg, tmp_path, choices, how)
-    both = [json.loads(p.read_text())["info"]["curve"] for p in (store / "searches").glob("*/manifest.json")]
-    shorter, longer = sorted(both, key=len)
-    assert (longer[:5], len(longer), len(scored)) == (shorter, 7, 2), "more trials go on from those there are"
+    manifests = (store / "searches").glob("*/manifest.json")
+    both = [json.loads(p.read_text())["info"] for p in manifests]
+    shorter, longer = sorted(both, key=lambda info: len(info["curve"]))
+    curve = longer["curve"]
+    assert (curve[:5], len(curve), len(scored)) == (shorter["curve"], 7, 2), "more trials go on from others"
+    assert longer["wall_seconds"] > shorter["wall_seconds"], "the others count at their cost"
+
+    def refuse(store, kind):
+        raise InputError(f"{kind} cannot be read")
+
+    monkeypatch.setattr(Store, "list_artifacts", refuse)
+    cfg.search.trials = 6
+    start(cfg, tmp_path, choices, how)
+    assert len(scored) == 2 + 6, "what cannot be read is not recalled"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import importlib
 import shutil
+from hashlib import sha256
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,16 @@ def test_what_is_edited_while_a_run_works_does_not_name_what_the_run_makes(tmp_p
         codes.append(describe_code({"_target_": "my_own_code.ReadsMine"})["code"])
     assert [list(code.values()) for code in codes[:2]] != [list(code.values()) for code in codes[2:]]
     assert len({value for code in codes for value in code.values()}) == 2
+
+
+def test_a_later_spec_in_the_memory_of_a_freed_one_is_another(module) -> None:
+    own = module(1)
+    describe_code({"_target_": "my_own_code.Mine"})
+    Path(own.__file__).write_text("")
+    own.__spec__ = None
+    own.__spec__ = ModuleSpec("my_own_code", None)
+    (code,) = describe_code({"_target_": "my_own_code.ReadsMine"})["code"].values()
+    assert code == sha256(b"").hexdigest()[:16]
 
 
 def test_a_class_may_name_its_own_version(module) -> None:

@@ -104,8 +104,9 @@ def test_what_a_run_wants_is_kept_or_taken_and_nothing_goes_without_confirmation
     assert not list((folder / "store/work/removed").iterdir())
 
 
-def test_an_action_on_the_store_starts_no_run(tmp_path) -> None:
-    cfg, choices = compose_config(arguments := ["store.action=list"])
+@pytest.mark.parametrize("plus", ["", "++"])
+def test_an_action_on_the_store_starts_no_run(tmp_path, plus: str) -> None:
+    cfg, choices = compose_config(arguments := [f"{plus}store.action=list"])
     with pytest.raises(InputError, match="add stage=store"):
         start(cfg, tmp_path, choices, arguments)
 

@@ -81,7 +81,7 @@ def test_seconds_of_earlier_tries_count_up_to_what_each_left_to_resume_from(tmp_
 
     def stop_after(seconds):
         def make(workspace):
-            begun = time.time() - seconds
+            begun = time.time() - seconds  # fifty years: the clock stood at 1970
             os.utime(workspace.resume.parent / "begun.json", (begun, begun))
             if seconds:
                 (workspace.resume / "last.ckpt").write_text("")
@@ -89,7 +89,7 @@ def test_seconds_of_earlier_tries_count_up_to_what_each_left_to_resume_from(tmp_
 
         return make
 
-    for seconds in (100, 0, 50):
+    for seconds in (100, 0, 50, 50 * 365 * 86400):
         with pytest.raises(RuntimeError):
             store.obtain("experts", CONTENT, stop_after(seconds))
     assert store.obtain("experts", CONTENT, make_maker([])).info["wall_seconds"] == pytest.approx(150, abs=9)
