@@ -16,8 +16,8 @@ from mergekit_lab.checkpoints.checkpoint import Checkpoint
 from mergekit_lab.checkpoints.layers import count_layers, split_layer
 from mergekit_lab.errors import join_names
 
-_NEAR = 0.3
-"""Ours: far above what chance gives, and below what long continued pretraining leaves."""
+_NEAR = 0.1
+"""Ours: above what chance gives, and below what long or rough training leaves."""
 _FEWEST = 256
 """Entries of a matrix whose cosine says something."""
 _READ = 1 << 20
